@@ -156,6 +156,19 @@ def test_a_column_beside_those_of_all_pairs_is_no_array_of_them(fn, rows):
     assert all(loop.largest <= rows * N * 8 / 4 for loop in tiled.plan(*args).gradient.loops)
 
 
+@pytest.mark.optimised  # XLA's untiled scatter compares such places with a bound cut off to their bits where it is not
+@pytest.mark.parametrize("mode", ["drop", "clip", "promise_in_bounds"])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int8])
+def test_places_in_few_bits_are_moved_by_more_than_these_hold(dtype, mode):
+    """Of what elements were added to, a part: 300 columns of 500, and of 302."""
+    places, beside = jnp.asarray([0, 1, 100, 120, 5, 127]).astype(dtype)[:, None], 300
+    numbers = lax.ScatterDimensionNumbers((0,), (1,), (1,))
+    added = lambda n: lax.scatter_add(jnp.zeros((24, beside + n)), places, jnp.ones((24, 6)), numbers, mode=mode)[:, n:]
+    fn = lambda q, k: (jnp.tanh(q @ k.T) * (added(200) + 2 * added(2))).sum()
+    q, k = map(jnp.asarray, (draw(24, D), draw(beside, D)))
+    np.testing.assert_allclose(tile(fn, (None, 0), 3)(q, k), fn(q, k), rtol=1e-9)
+
+
 def two_ahead(x, w, ids):
     """Multi-token prediction as in DeepSeek-V3: hidden states beside the embedding of the next token, and once more."""
     both = jnp.concatenate([x[:, :-1], w.T[ids[:, 1:]]], -1) @ jnp.cos(jnp.arange(2.0 * D * D)).reshape(2 * D, D)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax, nn
 
 from tests import quick
+from tests.transforms.test_rounding import assert_right, untiled
 from transforms import TileError, tile
 
 pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
@@ -76,6 +77,16 @@ def test_equals_untiled_one_tile_at_a_time(name):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
     plan = tiled.plan(*args).gradient
     assert max(loop.largest for loop in plan.loops) <= plan.untiled_largest / 2
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_is_as_close_to_float64_as_untiled(name):
+    """At the compiler's own flags, as people run it."""
+    fn = LOSSES[name]
+    with jax.enable_x64(False):
+        args = jnp.asarray(draw(0, N, D), jnp.float32), jnp.asarray(draw(1, D, V) / 3, jnp.float32)
+        assert_right(tile(fn, (0, None), 4), args, untiled(fn, args))
 
 
 ASKED = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from transforms.tiling.analysis.limits import FEWER, Limits, check_size, human, too_large
 from transforms.tiling.ir.facts import Analysis, Outlined
@@ -15,7 +14,9 @@ from transforms.tiling.ir.placement import WHOLE, Partial, Tiled, Whole
 from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
-from transforms.tiling.rules.factors import alike
+from transforms.tiling.rules.factors import connected
+
+Dimension = tuple[Value, int]
 
 
 def check_whole(
@@ -48,7 +49,7 @@ def check_whole(
     made = lambda v: v not in free and all(f.producer or f.const is not None for f in _forms([v]))
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or made(v))]
     options = limits.options
-    axes = [alike(analysis.graph, dims) for dims in _dims(analysis)] if large else [set(), set()]
+    axes = [connected(analysis.graph, dims) for dims in _dims(analysis)] if large else [set(), set()]
     if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares, *axes)) is not None}:
         return Promote(promoted)
     for value, (node, reason) in found.items():
@@ -133,7 +134,7 @@ def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | N
     return Refusal(too_large(limits, str(node), f"it {why}, and its body makes an array then that is too large", array))
 
 
-def _dims(analysis: Analysis) -> tuple[list[tuple[Value, int]], list[tuple[Value, int]]]:
+def _dims(analysis: Analysis) -> tuple[list[Dimension], list[Dimension]]:
     """The dimensions along which inputs are cut, and their others."""
     cut, others = [], []
     for value in analysis.graph.inputs:
@@ -143,7 +144,7 @@ def _dims(analysis: Analysis) -> tuple[list[tuple[Value, int]], list[tuple[Value
     return cut, others
 
 
-def _cut_of(value: Value, total: int, shares: int, axis: set[Any], others: set[Any]) -> Tiled | None:
+def _cut_of(value: Value, total: int, shares: int, axis: set[Dimension], others: set[Dimension]) -> Tiled | None:
     """A dimension of the cut axis' length along which a whole value can be made tile by tile: the axis, or the first.
 
     The axis is spread over `shares` devices, with `total` on each. Other dimensions are of its length where pairs of

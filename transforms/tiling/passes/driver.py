@@ -35,7 +35,7 @@ from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.passes import agreement
 from transforms.tiling.passes.cumulative import carry
 from transforms.tiling.passes.displaced import shifts as shifts_of
-from transforms.tiling.passes.displaced.reversals import move
+from transforms.tiling.passes.displaced.reversals import move_reversals
 from transforms.tiling.passes.grouped import group
 from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
@@ -165,7 +165,7 @@ def shifts(work: Work, refusal: Refusal) -> bool:
 
 
 def reversals(work: Work, _: Refusal) -> bool:
-    return move(work.graph)
+    return move_reversals(work.graph)
 
 
 def grouped_products(work: Work, _: Refusal) -> bool:

@@ -6,7 +6,8 @@
     cumsum         ([i j]) -> [i j]                `j` is blocked: the equation runs along it
 
 A rule that says so (`register_factors`) has its `push` and its `pull` from that. So have walks along a dimension, which
-ask where one comes from: `origins`, and `peel` for an array that another repeats.
+ask where one comes from: `origins`, and `peel` for an array that another repeats; and which others are one with it in a
+graph: `corresponding` of an equation's, `connected`.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def origins(node: Node, operand: int = 0) -> dict[int, int] | None:
     return None if stated is None else stated.origins(operand)
 
 
-def spans(node: Node) -> Factors | None:
+def corresponding(node: Node) -> Factors | None:
     """Which dimensions are one, also those that an equation runs along, takes rows from or puts some between."""
     if node.name in PARTS:
         ins, outs = ([range(len(v.shape)) for v in values] for values in (node.inputs, node.outputs))
@@ -180,11 +181,11 @@ def spans(node: Node) -> Factors | None:
     return None if factors is None else factors(node)
 
 
-def alike(graph: Graph, dims: Iterable[tuple[Value, int]]) -> set[tuple[Value, int]]:
+def connected(graph: Graph, dims: Iterable[tuple[Value, int]]) -> set[tuple[Value, int]]:
     """The dimensions of values that are one with some of `dims`, by way of the equations of a graph."""
     linked: defaultdict[tuple[Value, int], list[tuple[Value, int]]] = defaultdict(list)
     for node in graph.nodes:
-        if (stated := spans(node)) is None:
+        if (stated := corresponding(node)) is None:
             continue
         one: defaultdict[Any, list[tuple[Value, int]]] = defaultdict(list)
         for value, names in zip((*node.inputs, *node.outputs), (*stated.ins, *stated.outs), strict=True):

@@ -18,7 +18,7 @@ from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.graph import Graph, Node, Value, elements
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES
-from transforms.tiling.rules.factors import PARTS, Factors, elementwise, peel, spans
+from transforms.tiling.rules.factors import PARTS, Factors, corresponding, elementwise, peel
 
 Dims = frozenset[int]
 NONE: Dims = frozenset()
@@ -33,7 +33,7 @@ class Turned(NamedTuple):
     makes: Sequence[Dims]
 
 
-def move(graph: Graph) -> bool:
+def move_reversals(graph: Graph) -> bool:
     """Move reversals behind what reads them, or before. Returns whether that leaves smaller ones; else nothing changes.
 
     An array that is reversed twice, or summed, is not reversed then.
@@ -134,7 +134,7 @@ def _either_way(node: Node) -> Factors | None:
         return None
     batch = getattr(node.params.get("dimension_numbers"), "operand_batching_dims", None)  # of a lookup or a scatter
     alike = RULES[node.name].factors is elementwise or batch is not None or node.name in PARTS
-    stated = spans(node)
+    stated = corresponding(node)
     if stated is None or not (alike or any(has(node.name, w) for w in ("moving", "contracts", "reducing", "steps"))):
         return None
     asked = set(stated.reduced) if has(node.name, "discontinuous") else set()

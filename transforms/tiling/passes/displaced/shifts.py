@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from transforms.tiling.frontend.trace import traced
@@ -21,6 +20,7 @@ from transforms.tiling.ir.placement import identity
 from transforms.tiling.ir.walks import closure, constant, operands
 from transforms.tiling.passes.across import cropped, padded, pads
 from transforms.tiling.passes.displaced.rows import Made, lengths, made_alike, moved, rows_apart, slices, spread
+from transforms.tiling.rules.gather import clamped, widened
 from transforms.tiling.rules.window import CHOICES, slide, sliding
 
 MOST = 100  # equations between parts and a join of what is made of them
@@ -209,14 +209,12 @@ def _landed(node: Node, dim: int, total: int) -> Made:
     drops = mode in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
     if dim not in axes or dim not in numbers.inserted_window_dims or not (drops or (clips and len(axes) == 1)):
         return None
-    params = made.params | {"mode": lax.GatherScatterMode.FILL_OR_DROP}
+    params, first = made.params | {"mode": lax.GatherScatterMode.FILL_OR_DROP}, [part[0] * (d == dim) for d in axes]
 
     def there(array: Any, places: Any, updates: Any) -> list[Any]:
-        places = (
-            lax.clamp(jnp.zeros((), places.dtype), places, jnp.asarray(size - 1, places.dtype)) if clips else places
-        )
-        before = np.where(np.arange(len(axes)) == axes.index(dim), part[0], 0).astype(places.dtype)
-        return made.bind([lax.slice_in_dim(array, *part, axis=dim), places - before, updates], params)
+        places = clamped(places, size - 1) if clips else widened(places)
+        places = places - jnp.asarray(first, places.dtype)
+        return made.bind([lax.slice_in_dim(array, *part, axis=dim), places, updates], params)
 
     return traced(there, made.inputs, node)
 
