@@ -161,7 +161,8 @@ def test_a_column_beside_those_of_all_pairs_is_no_array_of_them(fn, rows):
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int8])
 def test_places_in_few_bits_are_moved_by_more_than_these_hold(dtype, mode):
     """Of what elements were added to, a part: 300 columns of 500, and of 302."""
-    places, beside = jnp.asarray([0, 1, 100, 120, 5, 127]).astype(dtype)[:, None], 300
+    last = 9999 if dtype == np.int32 and mode != "promise_in_bounds" else 127
+    places, beside = jnp.asarray([0, 1, 100, 120, 5, last]).astype(dtype)[:, None], 300
     numbers = lax.ScatterDimensionNumbers((0,), (1,), (1,))
     added = lambda n: lax.scatter_add(jnp.zeros((24, beside + n)), places, jnp.ones((24, 6)), numbers, mode=mode)[:, n:]
     fn = lambda q, k: (jnp.tanh(q @ k.T) * (added(200) + 2 * added(2))).sum()

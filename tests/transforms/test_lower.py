@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests import quick
 from tests.helpers import equations
-from transforms import tile
+from transforms import TileError, tile
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.placement import Span
 from transforms.tiling.rules import RULES, dot
@@ -95,6 +95,15 @@ def test_gradients_of_bfloat16_are_accumulated_in_float32():
     grad = jax.grad(tile(lambda w, x: jnp.sin(x @ w).astype(jnp.float32).sum(), (None, 0), 4))
     assert {a.dtype for _, avals in scans(grad, w, x) for a in avals if a.shape == (3, 5)} == {jnp.dtype("float32")}
     assert grad(w, x).dtype == jnp.bfloat16
+
+
+def test_a_tile_of_another_shape_than_planned_is_refused(monkeypatch):
+    """One row would be broadcast to what it meets, and be a wrong number."""
+    fn, x = lambda x: (jnp.sin(x) * x).sum(), jnp.ones((12, 3))
+    one_row = lambda node, values, move, span: [jnp.sin(values[0][:1])]
+    monkeypatch.setitem(RULES, "sin", dataclasses.replace(RULES["sin"], emit=one_row))
+    with pytest.raises(TileError, match=r"cannot tile `sin` at .*: a tile of it is float32\[1,3\], .* has \[\d+, 3\]"):
+        tile(fn, 0, 3)(x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint32])

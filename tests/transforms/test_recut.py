@@ -101,6 +101,10 @@ BESIDE = {
     ).sum(),
     "sorted": lambda k, q: nn.logsumexp(jnp.sort(jnp.sin(q @ q.T), 1) + jnp.tanh(k @ k.T).T, 1).sum(),
     "rows in another order": lambda k, q: (jnp.sin(q @ q.T)[jnp.arange(S) * 5 % S] * k[:, 0]).sum(),
+    "convolved along the other dimension": lambda k, q: (
+        jax.lax.conv_general_dilated(jnp.sin(q @ q.T)[:, None], jnp.array([[[0.3, 0.5, 0.1]]]), (1,), "SAME")[:, 0]
+        * k[:, :1]
+    ).sum(),
     "a part of a longer array": lambda k, q: (nn.softmax(q @ k.T) * nn.one_hot(jnp.arange(S), S + 1)[:, 1:]).sum(),
     "a part of a product": lambda k, q: (
         nn.softmax(q @ k.T) * jnp.cos(jnp.arange(S * (S + 1.0))).reshape(S, -1)[:, 1:]

@@ -128,7 +128,7 @@ class Moved:
 def _either_way(node: Node) -> Factors | None:
     """The factors of an equation that makes of reversed operands what is reversed; those where it does not blocked.
 
-    An `argmax` says where its operand's elements lie, and a lookup asks for it.
+    So are those along which an `argmax` says, or a lookup asks, where elements lie.
     """
     if node.effects or node.state is not None or "axis_name" in node.params:
         return None
@@ -137,9 +137,7 @@ def _either_way(node: Node) -> Factors | None:
     stated = corresponding(node)
     if stated is None or not (alike or any(has(node.name, w) for w in ("moving", "contracts", "reducing", "steps"))):
         return None
-    asked = set(stated.reduced) if has(node.name, "discontinuous") else set()
-    if batch is not None:
-        asked.update(name for d, name in enumerate(stated.ins[0]) if d not in batch)
+    asked = {name for d, name in enumerate(stated.ins[0]) if batch is not None and d not in batch}
     return Factors(stated.ins, stated.outs, blocked={**stated.blocked, **dict.fromkeys(asked, "finds places along it")})
 
 
@@ -148,7 +146,7 @@ def _varies(value: Value) -> Dims:
     node, dims = value.producer, enumerate(peel(value, len(value.shape))[1])
     if node is not None and node.name == "iota":
         return frozenset({node.params["dimension"]})
-    return frozenset(d for d, of in dims if of is not None and value.shape[d] != 0)
+    return frozenset(d for d, of in dims if of is not None)
 
 
 def _sizes(values: Iterable[Value]) -> list[int]:
