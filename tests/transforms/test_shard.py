@@ -212,6 +212,39 @@ def test_each_device_of_a_shard_map_has_a_scalar_of_its_own(check):
 
 
 @jax.custom_vjp
+def summed_back(x):
+    """What tensor parallelism begins a layer with: each device's own share of a sum is computed of it."""
+    return x
+
+
+summed_back.defvjp(lambda x: (x, None), lambda _, slope: (lax.psum(slope, "d"),))
+
+MIXED = {
+    "mean": lambda x, w: (jnp.sin(x @ w) * jnp.tanh(lax.pmean(x, "d"))).sum(),
+    "sum": lambda x, w: lax.psum((jnp.sin(x @ w) * jnp.tanh(lax.pmean(x, "d"))).sum(), "d"),
+    "neighbour": lambda x, w: (jnp.sin(x @ w) * lax.ppermute(x, "d", [(i, (i + 1) % 8) for i in range(8)])).sum(),
+    "rule": lambda x, w: jnp.sin(summed_back(x) @ w).sum(),
+}
+
+
+@pytest.mark.symbolic
+@pytest.mark.parametrize(
+    ("name", "check"), [*((name, True) for name in [*MIXED][:3]), *((name, False) for name in MIXED)]
+)
+def test_scalars_of_what_devices_exchange_have_cotangents_of_their_own(name, check):
+    """Of `sum` the scalar is the same on all, and yet untyped its cotangents are added up, that may differ."""
+
+    def scaled(fn):
+        local = lambda x, w, scale: (scale[0] * fn(x, w))[None]
+        run = on_devices(local, (P("d"), P(), P("d")), P("d"), mesh=MESH, check_vma=check)
+        return jax.value_and_grad(lambda x, w: run(x, w, jnp.arange(1.0, 9.0)).sum(), (0, 1))
+
+    args = [jnp.asarray(arguments()[0]), jnp.asarray(np.random.default_rng(3).normal(size=(D, D)) / 3)]
+    found, expected = (quick.jit(scaled(fn))(*args) for fn in (tile(MIXED[name], (0, None), 3), MIXED[name]))
+    assert_same(found, expected, FLOAT32)
+
+
+@jax.custom_vjp
 def sine(x, w):
     return jnp.sin(x @ w)
 

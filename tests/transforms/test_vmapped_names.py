@@ -41,6 +41,46 @@ def test_collective_over_a_vmapped_name(name):
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
+Y = np.random.default_rng(1).normal(size=(3, 12, 4))
+W = np.random.default_rng(2).normal(size=(4, 9))
+
+
+def normed(h):
+    mean = lax.pmean(h.mean(0), "b")
+    return (h - mean) / jnp.sqrt(lax.pmean(((h - mean) ** 2).mean(0), "b") + 0.1)
+
+
+INSIDE = {
+    "sum": lambda h: h * jnp.tanh(lax.psum(h, "b")),
+    "scalar": lambda h: (h * jnp.tanh(lax.pmean(h, "b"))).sum(),
+    "scalar_of_all": lambda h: lax.psum(jnp.sin(h * lax.pmean(h, "b")).sum(), "b"),
+    "norm": lambda h: jax.nn.logsumexp(normed(h) @ W, -1).mean(),
+    "attention": lambda h: jax.nn.softmax(h @ h.T + lax.psum(h, "b").sum()) @ h,
+    "scan": lambda h: lax.scan(lambda c, r: (jnp.tanh(c + lax.pmean(r, "b")), c), jnp.zeros(4), h)[1],
+    "gather": lambda h: (h.sum(0) * lax.axis_index("b") * jnp.tanh(lax.all_gather(h, "b").sum((0, 1)))).sum(),
+    "neighbour": lambda h: h * lax.ppermute(h, "b", [(0, 1), (1, 2), (2, 0)]),
+    "checkpoint": lambda h: jax.checkpoint(lambda h: jnp.sin(h * lax.pmean(h, "b")))(h).sum(),
+}
+OUTSIDE = {
+    "grad": lambda loss: jax.grad(loss)(Y),
+    "grad of jit": lambda loss: jax.jit(jax.grad(jax.jit(loss)))(Y),
+    "jvp": lambda loss: jax.jvp(loss, (Y,), (jnp.cos(Y),))[1],
+    "forward over reverse": lambda loss: jax.jvp(jax.grad(loss), (Y,), (jnp.cos(Y),))[1],
+    "reverse over reverse": lambda loss: jax.grad(lambda y: (jax.grad(loss)(y) ** 2).sum())(Y),
+    "batched": lambda loss: jax.vmap(jax.grad(loss))(jnp.stack([Y, 2 * Y])),
+}
+
+
+@pytest.mark.crossed("way", "name")
+@pytest.mark.parametrize("way", OUTSIDE)
+@pytest.mark.parametrize("name", INSIDE)
+def test_derivatives_outside_of_the_vmap_that_has_the_name(name, way, float64):
+    """JAX applies rules of derivatives where no axis has a name; and each element has a cotangent of its own."""
+    loss = lambda fn: lambda y: jnp.sin(jax.vmap(fn, axis_name="b")(y)).sum()
+    found, expected = (OUTSIDE[way](loss(fn)) for fn in (tile(INSIDE[name], 0, 3), INSIDE[name]))
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("mode", ["batch", "ema"])
 def test_batch_norm_of_equinox(mode):
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="b", mode=mode)

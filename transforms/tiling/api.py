@@ -35,7 +35,7 @@ from transforms.tiling.ir.dependence import depend
 from transforms.tiling.ir.errors import explained, tracing
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, describe
-from transforms.tiling.ir.jaxprs import equations
+from transforms.tiling.ir.jaxprs import axis_names, equations
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.primitives import has, having
@@ -511,14 +511,15 @@ class Tracer:
         return Traced(program, [*given.values()], Form(found["tree"], found["static"]))
 
     def _program(self, jaxpr: ClosedJaxpr, places: tuple[Placement, ...], total: int, rows: int) -> Program:
+        options = functools.partial(Options, **self.options, named=vmapped(jaxpr))
         if self._is_one_tile(total):
-            return Program(jaxpr, places, Options(total=total, size=max(1, total), **self.options))
-        shares = spread_over(jaxpr, places, Options(total=total, size=total, **self.options))
+            return Program(jaxpr, places, options(total=total, size=max(1, total)))
+        shares = spread_over(jaxpr, places, options(total=total, size=total))
         places = split(places, shares)
         total //= shares  # the mesh divides it: each device walks its own share
 
         def make(size: int) -> Program:
-            return Program(jaxpr, places, Options(total=total, size=size, shares=shares, **self.options))
+            return Program(jaxpr, places, options(total=total, size=size, shares=shares))
 
         if self.n == "auto":
             assert self.budget is not None
@@ -572,6 +573,12 @@ def _stop_aux(result: Any) -> Any:
 def split(placements: Sequence[Placement], shares: int) -> tuple[Placement, ...]:
     """The placements of arguments whose cut axis is spread over so many devices."""
     return tuple(dataclasses.replace(p, major=shares) if isinstance(p, Tiled) else p for p in placements)
+
+
+def vmapped(closed: ClosedJaxpr) -> tuple[tuple[Any, int], ...]:
+    """The axes of `jax.vmap` around that a function names, and their lengths."""
+    of_mesh = jax.sharding.get_abstract_mesh().axis_names
+    return tuple((name, lax.axis_size(name)) for name in axis_names({"jaxpr": closed}).difference(of_mesh))
 
 
 def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: Options) -> int:

@@ -7,7 +7,7 @@ our own, has both: the primitive's transpose is the tiled backward program, its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -31,14 +31,20 @@ Forward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 def linear(
-    residuals: Sequence[Any], tangents: Sequence[Any], forward: Forward, transpose: Forward, avals: Sequence[Any]
+    residuals: Sequence[Any],
+    tangents: Sequence[Any],
+    forward: Forward,
+    transpose: Forward,
+    avals: Sequence[Any],
+    named: Collection[Any],
 ) -> list[Any]:
     """Return `forward(residuals, tangents)`, of types `avals`; its transpose is `transpose(residuals, cotangents)`.
 
     A cotangent is None where nobody reads the result: its slope may be infinite there, which zeros do not undo.
+    `named`: the axes of `jax.vmap` that both name.
     """
     params = {"forward": forward, "transpose": transpose, "count": len(residuals), "avals": tuple(avals)}
-    return linear_p.bind(*residuals, *tangents, **params)
+    return linear_p.bind(*residuals, *tangents, **params, named=frozenset(named))
 
 
 def _apply(*args: Any, forward: Forward, count: int, **_: Any) -> list[Any]:
@@ -63,15 +69,19 @@ def _transpose(cotangents: Any, *args: Any, transpose: Forward, count: int, **_:
     return [None] * count + list(transpose(args[:count], cotangents))
 
 
-def _batch(args: Any, dims: Any, *, forward: Forward, transpose: Forward, count: int, avals: Sequence[Any]) -> Any:
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+def _batch(axis: Any, args: Any, dims: Any, *, named: frozenset[Any], **params: Any) -> Any:
+    if all(d is None for d in dims) and axis.name not in named:
+        outs = linear_p.bind(*args, **params, named=named)
+        return outs, [None] * len(outs)
+    count, size = params["count"], axis.size
     args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
     # All tangents are batched, so that no cotangent has to be summed over the batch.
     moved = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(args, dims, strict=True)]
     axes = (tuple(None if d is None else 0 for d in dims[:count]), 0)
-    batched = [stacked(a, size) for a in avals]
-    forward, transpose = jax.vmap(forward, in_axes=axes), jax.vmap(transpose, in_axes=axes)
-    outs = linear(args[:count], moved[count:], forward, transpose, batched)
+    name = {"axis_name": axis.name} if axis.name in named else {}
+    forward, transpose = (jax.vmap(params[way], axes, axis_size=size, **name) for way in ("forward", "transpose"))
+    batched = [stacked(a, size) for a in params["avals"]]
+    outs = linear(args[:count], moved[count:], forward, transpose, batched, named - {axis.name})
     return outs, [0] * len(outs)
 
 
@@ -80,7 +90,7 @@ linear_p.def_abstract_eval(_abstract)
 mlir.register_lowering(linear_p, mlir.lower_fun(_apply, multiple_results=True))
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
-batching.primitive_batchers[linear_p] = _batch
+batching.fancy_primitive_batchers[linear_p] = _batch
 
 # ------------------------------------------------------------------------------------------- the derivative of a call
 
@@ -90,7 +100,8 @@ def call(program: Program, *args: Any) -> list[Any]:
 
     @jax.custom_jvp
     def value(*args: Any) -> tuple[Any, ...]:
-        return tuple(atomic.call(program.run, lambda *args: call(program, *args), lambda: program.scales, *args))
+        again = lambda *args: call(program, *args)
+        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
@@ -102,7 +113,7 @@ def call(program: Program, *args: Any) -> list[Any]:
             values, kept = found[: program.count], found[len(program.closed.out_avals) :]
             moved = _general(program, tuple(outs), tuple(active), primals, kept, given) if active else []
         if program.wide:  # another plan may have rounded what is wide in this one
-            values = [v.astype(a.dtype) for v, a in zip(values, jax.eval_shape(program.run, *primals), strict=True)]
+            values = [v.astype(a.dtype) for v, a in zip(values, program.traced(*primals).out_avals, strict=True)]
         known = dict(zip(outs, moved, strict=True)) if active else {}
         return tuple(values), tuple(_tangent(v, known.get(i)) for i, v in enumerate(values))
 
@@ -143,7 +154,9 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
 
     with jax.numpy_dtype_promotion("standard"):  # these sums are ours
         aval = program.closed.out_avals[out].update(dtype=jnp.result_type(*found, outs[out]))
-    return outs, linear((*found, *primals), [given[i] for i in active], forward, transpose, [aval])
+    return outs, linear(
+        (*found, *primals), [given[i] for i in active], forward, transpose, [aval], dict(program.options.named)
+    )
 
 
 def _general(
@@ -161,4 +174,4 @@ def _general(
         return call(program.cotangent(active, numbers), *residuals, *spread)
 
     avals = [program.closed.out_avals[i] for i in outs]
-    return linear((*primals, *kept), [given[i] for i in active], forward, transpose, avals)
+    return linear((*primals, *kept), [given[i] for i in active], forward, transpose, avals, dict(program.options.named))

@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.stages import Wrapped
 
 from transforms.layout import like, varying
 from transforms.tiling.analysis.limits import Limits, looked_up
@@ -30,13 +31,14 @@ from transforms.tiling.ir.jaxprs import trimmed
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled, Whole, wide
-from transforms.tiling.ir.walks import ancestors, depends
+from transforms.tiling.ir.walks import ancestors, depends, mixes
 from transforms.tiling.lower import scan
 from transforms.tiling.passes.driver import planned
 from transforms.tiling.schedule import Policy
 
 SMALLEST = 512  # of the second cut's tiles: smaller matrix products run slower
 PIECE = 1 << 20  # bytes of a gradient's piece, at least
+T = TypeVar("T")
 Combine = Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]  # outputs and gradients, of a program's results
 NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a loop of unknown length
 
@@ -72,6 +74,7 @@ class Options:
     reduce_dtype: Any = None  # in which that is done, if not in the gradient's own
     shares: int = 1  # over how many devices the cut axis is spread: each walks its own share
     floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
+    named: tuple[tuple[Any, int], ...] = ()  # axes of `jax.vmap` around that the function names, and their lengths
 
     @property
     def span(self) -> Span:
@@ -92,6 +95,15 @@ def looked_into() -> Generator[None]:
         _LOOKED_INTO.reset(before)
 
 
+def within(named: Sequence[tuple[Any, int]], fn: Callable[[], T]) -> T:
+    """What `fn` returns where axes of `jax.vmap` have their names: JAX differentiates and transposes outside of it."""
+    if not named:
+        return fn()
+    found: list[T] = []
+    jax.make_jaxpr(lambda: found.append(fn()), axis_env=named)()
+    return found[0]
+
+
 def remembered(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a program that computes what it returns once for the same arguments."""
 
@@ -99,7 +111,7 @@ def remembered(method: Callable[..., Any]) -> Callable[..., Any]:
     def known(self: Program, *args: Any) -> Any:
         key = (method, *(tuple(a) if isinstance(a, list) else a for a in args))
         if key not in self._derived:
-            self._derived[key] = method(self, *args)
+            self._derived[key] = within(self.options.named, lambda: method(self, *args))
         return self._derived[key]
 
     return known
@@ -159,8 +171,11 @@ class Program:
         return self._attempt
 
     @functools.cached_property
-    @collections_paused()
     def _attempt(self) -> tuple[Schedule, Residuals] | Refusal:
+        return within(self.options.named, self._attempted)
+
+    @collections_paused()
+    def _attempted(self) -> tuple[Schedule, Residuals] | Refusal:
         graph, twins = self.graph.copied()  # planning changes it
         if self.also is not None:
             graph.reset(graph.nodes, [*graph.outputs, *self.also.among(graph)])
@@ -191,12 +206,16 @@ class Program:
         return Limits(self.options.gather, largest, self.options, Program, together, max(sums, default=0))
 
     @property
-    def run(self) -> Callable[..., list[Any]]:
+    def run(self) -> Wrapped:
         """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
         return self._runs[self.unseen and _LOOKED_INTO.get()]
 
+    def traced(self, *args: Any) -> ClosedJaxpr:
+        """What `run` computes of arguments of these types."""
+        return within(self.options.named, lambda: self.run.trace(*args).jaxpr)
+
     @functools.cached_property
-    def _runs(self) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+    def _runs(self) -> tuple[Wrapped, Wrapped]:
         @collections_paused()
         def run(*args: Any, reuse: scan.Reuse) -> list[Any]:
             return scan.run(self.plan, args, self.wide, reuse=reuse)
@@ -240,21 +259,29 @@ class Program:
         """Whether the outputs `outs` are one scalar whose gradients the forward loops can form, to be scaled later.
 
         Not where an array of them has a narrower exponent than float32: it would overflow, or vanish, before the
-        caller's loss scale reaches it. Nor where each device of a `jax.shard_map` has its own scalar of an input that
-        all share: that gradient is summed over the devices, whose cotangents may differ.
+        caller's loss scale reaches it. Nor where each device of a `jax.shard_map`, or each element of a `jax.vmap`, has
+        its own scalar of what it shares or exchanges with others, whose cotangents may differ.
         """
         if self.also is not None or not self.is_scalar(outs, active):
             return False
         own = varying(self.closed.out_avals[outs[0]])
-        if any(own - varying(self.closed.in_avals[i]) for i in active):
+        if any(own - varying(self.closed.in_avals[i]) for i in active) or self._exchanges(outs[0], active, own):
             return False
         joint = self._joint(self.closed, tuple(active), outs[0])
-        return joint is not None and scales(self.closed.jaxpr, active) and not narrow(joint.closed.jaxpr)
+        return joint is not None and scales(self.closed.jaxpr, active, own) and not narrow(joint.closed.jaxpr)
+
+    def _exchanges(self, out: int, active: Sequence[int], own: frozenset[str]) -> bool:
+        """Whether inputs reach a scalar, which varies along the axes `own`, by what mixes those of several of them."""
+        graph = self.folded
+        between = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
+        between &= ancestors([graph.outputs[out]])
+        return any(mixes(n, own) and between & {*n.inputs} and between & {*n.outputs} for n in graph.nodes)
 
     @functools.cached_property
     def scales(self) -> bool:
         """Whether cotangents of its results enter its gradients linearly."""
-        return scales(self.closed.jaxpr, range(len(self.closed.in_avals)))
+        own = frozenset().union(*map(varying, self.closed.out_avals))
+        return scales(self.closed.jaxpr, range(len(self.closed.in_avals)), own)
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
         """Whether the outputs `outs` are one real scalar."""
@@ -460,5 +487,5 @@ def _outer(program: Program, argument: int, dim: int) -> Program:
     others = max((4 * avals[i].size for i, p in enumerate(program.placements) if isinstance(p, Tiled)), default=0)
     size = min(total, max(SMALLEST, max(PIECE, others // 4) // row))
     placements = tuple(Tiled(dim) if i == argument else WHOLE for i in range(len(avals)))
-    options = Options(total, size, program.options.gather, program.options.accumulate)
+    options = Options(total, size, program.options.gather, program.options.accumulate, named=program.options.named)
     return Program(program.closed, placements, options, program.wide)

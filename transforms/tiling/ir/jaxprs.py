@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,16 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in bodies(eqn.params):
             yield from equations(inner)
+
+
+def axis_names(params: dict[str, Any]) -> frozenset[Any]:
+    """The names of axes, of a mesh or a `jax.vmap` around, along which an equation of these parameters computes."""
+    named = [params.get(key, ()) for key in ("axes", "axis_name")]
+    own = {name for some in named for name in (some if isinstance(some, tuple) else (some,))}
+    inside = frozenset().union(*(axis_names(eqn.params) for inner in bodies(params) for eqn in inner.eqns))
+    return frozenset(name for name in own if not isinstance(name, numbers.Integral | None)) | inside - {
+        *params.get("newly_manual_axes", ())
+    }
 
 
 def rewritten(param: Any, change: Callable[[Any], Sequence[Any]]) -> Any:

@@ -11,8 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
+from transforms.layout import varying
 from transforms.tiling.ir.graph import Graph, Node, Value, elements
-from transforms.tiling.ir.jaxprs import bodies, counts
+from transforms.tiling.ir.jaxprs import axis_names, bodies, counts
 from transforms.tiling.primitives import has
 
 T = TypeVar("T")
@@ -48,6 +49,12 @@ def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) 
         if any(v in reached for v in node.inputs):
             reached.update(v for v in node.outputs if not differentiably or jax.dtypes.issubdtype(v.dtype, np.inexact))
     return reached
+
+
+def mixes(node: Node, own: frozenset[str]) -> bool:
+    """Whether an equation exchanges values along axes in `own`, or along any of which types do not track the values."""
+    names = axis_names(node.params)
+    return bool(names & own or names - frozenset().union(*(varying(v.aval) for v in (*node.inputs, *node.outputs))))
 
 
 def read(env: dict[Value, Any], value: Value) -> Any:

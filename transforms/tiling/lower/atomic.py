@@ -42,15 +42,11 @@ Call = Callable[..., Sequence[Any]]
 Asked = Callable[[], bool]
 
 
-def call(jitted: Any, differentiable: Call, scales: Asked, *args: Any) -> list[Any]:
-    """Return what a function made by `jax.jit` returns, a list of arrays, in one equation that is never split.
+def call(program: ClosedJaxpr, differentiable: Call, scales: Asked, *args: Any) -> list[Any]:
+    """Return what a program does, a list of arrays, in one equation that is never split.
 
     `differentiable` returns the same, with derivatives of its own; cotangents enter them linearly if `scales()`.
     """
-    return _bind(jitted.trace(*args).jaxpr, differentiable, scales, args)
-
-
-def _bind(program: ClosedJaxpr, differentiable: Call, scales: Asked, args: Sequence[Any]) -> list[Any]:
     return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable, scales=scales)
 
 
@@ -71,7 +67,7 @@ def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differen
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     axis = (axis.name, axis.size, axis.spmd_name)
     mapped = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
-    return _bind(mapped, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, args), outs
+    return call(mapped, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, *args), outs
 
 
 def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
