@@ -11,6 +11,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from experiments.runtime.signals import is_command
+
+if is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C ends the process, and leaves no traceback. Python's own handler raises: that is lost in callbacks of the
+    # garbage collector, as JAX has one. Commands that have something to save have handlers of their own.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from experiments.commandline import schema, usage
 from experiments.commandline.console import CONSOLE, CommandError, write_any_text
 from experiments.data import DataError

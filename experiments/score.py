@@ -17,14 +17,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
 from experiments.command import carry_out, ended
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.configs.commands import Score
+
+# isort: split
+import numpy as np  # last: that takes time, and Ctrl-C is heard from `command` on
 
 PAGE = 64  # tokens whose keys and values lie together
 WIDEST = 512  # tokens of a window that are read at a time

@@ -11,9 +11,11 @@ No JAX here.
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0  # seconds
 GRACE = 3.0  # seconds
 END = b"\0"  # no signal's number
+
+
+def is_command() -> bool:
+    """Whether this process is one of the scripts of `experiments`, or the installed command."""
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return script.stem == "tiling-zoo" or script.resolve().parent == Path(__file__).resolve().parents[1]
 
 
 class Stopped(Exception):

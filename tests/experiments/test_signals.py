@@ -62,13 +62,37 @@ def heard():
     signal.signal(signal.SIGINT, before)
 
 
+COMMANDS = {"run": WORDS, "generate": ["model=tiny", "prompt=x"], "score": [], "plots": []}
+
+
 @pytest.mark.usefixtures("heard")
-def test_an_interrupt_while_modules_are_read_leaves_no_traceback(tmp_path):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_while_modules_are_read_leaves_no_traceback(name, tmp_path):
     (tmp_path / "numpy.py").write_text("import time; print('reading', flush=True); time.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*RUN, *WORDS], env=environment, **pipes) as process:
+    words = [sys.executable, str(schema.CONF.parent / "experiments" / f"{name}.py"), *COMMANDS[name]]
+    with subprocess.Popen(words, env=environment, **pipes) as process:
         assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
+BUSY = """
+import gc, signal, sys, time
+sys.modules["__main__"].__file__ = "/somewhere/bin/tiling-zoo"
+import experiments.command
+gc.callbacks.append(lambda *_: print("ready", flush=True) or time.sleep(60))
+gc.collect()
+"""
+
+
+@pytest.mark.usefixtures("heard")
+def test_an_interrupt_of_a_command_is_not_lost_where_exceptions_are_swallowed():
+    words, pipes = [sys.executable, "-c", BUSY], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=schema.CONF.parent, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=30) == ("", "")
     assert process.returncode == -signal.SIGINT
