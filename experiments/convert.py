@@ -57,7 +57,7 @@ def convert(config: Convert, argv: list[str]) -> None:
             if config.quantise is not None and kept is None:
                 model = quantise(model, config.quantise, group=config.group, to_be_saved=True)
         except ValueError as error:
-            raise CommandError(str(error)) from None
+            raise CommandError(f"cannot convert source={config.source}: {error}") from None
         try:
             zoo.save(model, out, source=source if source.is_dir() else None, shard_bytes=int(config.shard_gib * GIB))
         except ValueError as error:

@@ -34,6 +34,8 @@ def _generate(config: Generate, argv: list[str]) -> None:
         raise CommandError('there is nothing to continue: give prompt="some text"')
     if config.system and not config.chat:
         raise ConfigError(refuse("system", config.system[0], "it is of a chat; say chat=true too"))
+    if config.top_k is not None and config.top_k < -1:
+        raise ConfigError(refuse("top_k", config.top_k, "it must be at least 1, or 0 for all"))
     try:
         asked = {name: one for name in PICKS if (one := getattr(config, name)) is not None}
         asked |= {"top_k": None} if asked.get("top_k") in (0, -1) else {}

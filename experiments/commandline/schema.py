@@ -249,7 +249,9 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
             return f"cannot read `{override}`: {why}"
         options_of_key = by_key(name).get(key)
         if options_of_key and "," in value and spelling.is_sweep(override) and not spelling.is_text(options_of_key):
-            return f"bad override `{override}`: it has several values; -m sweeps over them, one run after another"
+            wanted = None if name == "config" else _wanted(name, override) or "give one value"
+            several = "it has several values; -m sweeps over them, one run after another"
+            return f"bad override `{override}`: {wanted or several}"
     if isinstance(error, FILLS_NULL):
         parts = [override.partition("=")[0] for override in overrides if "{" in override or override.count(".") > 1]
         return f"cannot set {', '.join(parts)}: it is null in this option; write an option that has it, in conf/"
@@ -269,7 +271,8 @@ def _wanted(name: str, override: str) -> str | None:
     if list(arms) == [list[int]]:
         return "give a list of whole numbers, such as [1,2]"
     if list(arms) == [float] or list(arms) == [int] or list(arms) == [bool]:
-        return f"give {WANTED[next(iter(arms))]}{', or null' if all(one.optional for one in options) else ''}"
+        nothing = f", or {spelling.AUTO if spelling.is_auto(options) else spelling.NULL}"
+        return f"give {WANTED[next(iter(arms))]}{nothing if all(one.optional for one in options) else ''}"
     if any(get_origin(arm) is dict for arm in arms):
         return f"it holds names and values: give {key}.NAME=VALUE for each"
     return None

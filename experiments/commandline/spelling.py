@@ -1,8 +1,9 @@
 """The words of a command line as the user types them, and as Hydra's grammar has to see them.
 
 A value that is text is taken as it is typed: no character of a path means anything, but `~` for the home folder. A
-whole number may be written `1e3`. Everything else is Hydra's to read. In a sweep a comma separates values; a value
-that has a comma of its own is quoted: `-m data.path="'a,b.txt',c.txt"`.
+whole number may be written `1e3`; `auto` is said of what is chosen where nothing is said. Everything else is Hydra's to
+read. In a sweep a comma separates values; a value that has a comma of its own is quoted:
+`-m data.path="'a,b.txt',c.txt"`.
 """
 
 import decimal
@@ -15,7 +16,7 @@ from experiments.commandline.options import Option
 
 OWN = ("objective", "optimizer", "data")  # groups of which a user may write one
 FREE = ("hardware.compiler_options.", *(f"{group}.kwargs." for group in OWN))  # keys under these are the user's own
-NULL = "null"
+NULL, AUTO = "null", "auto"
 
 
 def spelled(word: str, known: dict[str, tuple[Option, ...]]) -> str:
@@ -26,6 +27,8 @@ def spelled(word: str, known: dict[str, tuple[Option, ...]]) -> str:
     options = known.get(key, ())
     if not equals or not options or (value == NULL and all(option.optional for option in options)):
         return word
+    if value == AUTO and is_auto(options):
+        return f"{key}={NULL}"
     if is_text(options):
         return f"{key}={quoted(expanded(value) if _is(options, 'path') else value)}"
     if all(int in option.arms and float not in option.arms for option in options):
@@ -67,6 +70,11 @@ def _one_by_one(word: str) -> list[str]:
 
     override = _parsed(word)
     return [f"{override.key_or_group}.{key}={said(value)}" for key, value in override.value().items()]
+
+
+def is_auto(options: Sequence[Option]) -> bool:
+    """Return whether None, which `--help` calls `auto`, has all of them chosen."""
+    return bool(options) and all(option.default is None and option.field.metadata.get("auto") for option in options)
 
 
 def is_text(options: Sequence[Option]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.configs.compute import Hardware, Mesh
 from experiments.configs.data import Data
-from experiments.configs.fields import POSITIVE, DType, Quantise, option, refuse
+from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, DType, Quantise, option, refuse
 from experiments.configs.run import Model
 
 # What several of them can be told.
@@ -63,7 +63,7 @@ class Score:
     out: str | None = option(
         None, "file of JSON lines: a document's ids, log-probabilities and sums on each", path=True
     )
-    seed: int = option(0, "of random weights, where model.weights is not given")
+    seed: int = option(0, "of random weights, where model.weights is not given", NOT_NEGATIVE)
 
     def __post_init__(self):
         engine(self)
@@ -98,7 +98,7 @@ class Generate:
     stop: list[int] | None = option(None, "ids that end the text (default: those that the tokenizer names)")
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; the text is the same")
     drafter: str | None = DRAFTER
-    seed: int = option(0, "of the sampling, and of random weights")
+    seed: int = option(0, "of the sampling, and of random weights", NOT_NEGATIVE)
 
     def __post_init__(self):
         engine(self)
@@ -142,7 +142,7 @@ class Serve:
     )
     max_mib: float = option(8.0, "largest body of a request", POSITIVE)
     grace: int = option(30, "seconds to finish answers in when told to stop", POSITIVE)
-    seed: int = option(0, "of random weights, where model.weights is not given")
+    seed: int = option(0, "of random weights, where model.weights is not given", NOT_NEGATIVE)
 
     def __post_init__(self):
         engine(self)

@@ -69,10 +69,11 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
         DataError: there are no lines, or one is not what it should be; where, and why.
     """
     lines = _lines(config)
-    if len(set(lines)) < 2:
+    if len(lines) < 2:
+        what = "conversations" if isinstance(config, configs.Chat) else "pairs"
         raise DataError(
-            f"too few conversations at data.path={config.path}: it takes at least two different ones, to train on and "
-            f"to hold out"
+            f"too few {what} at data.path={config.path}: {len(lines)}, and it takes at least two different ones, to "
+            f"train on and to hold out"
         )
     chat = encoder.chat or Plain()
     how = f"{type(config).__name__} 3 {getattr(config, 'field', '')}"

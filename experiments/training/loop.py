@@ -260,7 +260,7 @@ class Meter:
         self._recorder, self._progress, self._directory = session.recorder, session.progress, session.path
         tflops = programs.config.hardware.peak_tflops or hardware.peak_tflops()
         self._peak = None if tflops is None else tflops * 1e12 * jax.device_count()
-        self._skipped = 0
+        self._skipped, self._rested = 0, False
         self._left_out = sum(not _finite(record) for record in session.recorder.records if record.step)
         self._rates = programs.rates
         self.start()
@@ -293,7 +293,7 @@ class Meter:
         finite = _finite(record)
         record = evaluate(record) if evaluate is not None and finite else record
         self._recorder.add(record)
-        diverged, said = (False, None) if finite else self._not_finite(record)
+        diverged, said = (False, self._at_rest(record)) if finite else self._not_finite(record)
         self._skipped = 0 if finite else self._skipped
         self._progress.show(record, None if diverged else said)
         if diverged:
@@ -325,6 +325,13 @@ class Meter:
             memory_bytes=memory,
             peak_memory_bytes=peak,
         )
+
+    def _at_rest(self, record: Record) -> str | None:
+        """Return what is said once of a step that moves nothing; None of any other."""
+        if record.grad_norm != 0 or self._rested:
+            return None
+        self._rested = True
+        return f"  note: the gradient of step {record.step} is zero: its loss does not depend on what is trained"
 
     def _not_finite(self, record: Record) -> tuple[bool, str]:
         """Keep the batch at fault; return whether training stops, and what is said.

@@ -415,6 +415,8 @@ def test_bad_lines_are_named(make, tmp_path, kind, line, message):
 def test_one_conversation_is_too_few(make, tmp_path):
     with pytest.raises(batches.DataError, match="too few conversations"):
         make("data=chat", write(tmp_path / "a.jsonl", {"messages": MESSAGES}))
+    with pytest.raises(batches.DataError, match=r"too few pairs at data.path=.*: 1, and it takes at least two"):
+        make("data=preference", write(tmp_path / "a.jsonl", {"prompt": "a"}))
     too_short = r"too short a seq_len=8: no answer of the training part begins within it"
     with pytest.raises(batches.DataError, match=too_short):
         make("data=chat", seq_len=8)

@@ -149,6 +149,8 @@ def test_a_folder_that_says_what_cannot_be_is_named(run, says, said, message):
     [
         ([], 1, 'there is nothing to continue: give prompt="some text"'),
         (["prompt=a", "top_p=2"], 1, "cannot sample with top_p=2.0"),
+        (["prompt=a", "top_k=-2"], 2, "bad value top_k=-2: it must be at least 1, or 0 for all"),
+        (["prompt=a", "seed=-1"], 2, "bad value seed=-1: it must be zero or more"),
         (["prompt=a", "system=some"], 2, "bad value system=some: it is of a chat; say chat=true too"),
         (["prompt=a", "stop=[5,9999]"], 2, "bad value stop=[9999]: this model picks ids from 0 to 299"),
         (["prompt=a", "max_tokens=0"], 2, "bad value max_tokens=0"),

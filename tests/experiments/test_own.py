@@ -55,6 +55,9 @@ def no_number(logits):
 def greedy(logits, teacher):
     return logits.sum()
 
+def apart(logits):
+    return jnp.float32(3.0)
+
 def signs(learning_rate, b1=0.9):
     signs = optax.stateless(lambda grads, _: jax.tree.map(jnp.sign, grads))
     return optax.chain(optax.trace(b1), signs, optax.scale_by_learning_rate(learning_rate))
@@ -112,6 +115,14 @@ def test_a_loss_by_name_is_trained_tiled_recorded_and_gone_on_with(start, writte
     # The loss itself of the same text: of a model that knows nothing yet, (1 - p) ** gamma is nearly 1.
     assert 0.9 * first["held_out_loss"] < first["held_out_objective"] < first["held_out_loss"]
     assert last["held_out_objective"] < first["held_out_objective"]
+
+
+def test_a_loss_of_what_nothing_moves_is_told_once(start, written, capsys):
+    assert start(f"objective={written}:apart", "run=still", "tiling.n=4") == 0
+    said = "note: the gradient of step 1 is zero: its loss does not depend on what is trained"
+    assert capsys.readouterr().out.count(said) == 1
+    assert start(f"objective={written}:focal", "run=moves", "tiling.n=4") == 0
+    assert "note: the gradient" not in capsys.readouterr().out
 
 
 def test_a_function_that_has_changed_since_is_said(start, written, tmp_path, capsys):

@@ -172,7 +172,7 @@ def test_the_command_scores_text_with_weights(tmp_path, capsys, monkeypatch):
     for change, status, message in (
         ("model.num_layers=3", 1, "holds another model than the one asked for"),
         ("stride=4096", 2, "bad value stride=4096"),
-        ("lora=/nothing", 1, "cannot load an adapter from `/nothing`"),
+        ("lora=/nothing", 1, "cannot load an adapter from `/nothing`: there is no such folder"),
         ("data=synthetic", 2, "this needs text: give data=text"),
         ("optimizer=sgd", 2, "there is no `optimizer`"),
     ):

@@ -82,8 +82,8 @@ def test_whole_numbers_may_be_written_as_others(typed, steps):
 
 
 WRONG = {
-    "steps=1.5": "bad override `steps=1.5`: give a whole number, or null",
-    "steps=1e-3": "bad override `steps=1e-3`: give a whole number, or null",
+    "steps=1.5": "bad override `steps=1.5`: give a whole number, or auto",
+    "steps=1e-3": "bad override `steps=1e-3`: give a whole number, or auto",
     "seed=x": "bad override `seed=x`: give a whole number",
     "optimizer.warmup=much": "bad override `optimizer.warmup=much`: give a number",
     "tiling.lowmem=7e7": "bad override `tiling.lowmem=7e7`: give true or false",
@@ -104,9 +104,17 @@ def test_what_is_wrong_is_said_in_the_users_words(word):
     assert WRONG[word] in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_stop_wants_a_list():
-    with pytest.raises(schema.ConfigError, match=r"bad override `stop=END`: give a list of whole numbers, such as"):
-        schema.compose(["stop=END"], "generate")
+@pytest.mark.parametrize("typed", ["stop=END", "stop=1,2"])
+def test_stop_wants_a_list(typed):
+    with pytest.raises(schema.ConfigError, match=f"bad override `{typed}`: give a list of whole numbers, such as"):
+        schema.compose([typed], "generate")
+
+
+def test_what_help_calls_auto_can_be_said():
+    keys = [one.key for one in options.of() if spelling.is_auto([one])]
+    plain, _ = schema.compose([])
+    said, _ = schema.compose([f"{key}=auto" for key in keys if key.partition(".")[0] not in ("adapter", "model")])
+    assert {"steps", "batch_size", "seq_len", "log_every"} <= {*keys} and said == plain
 
 
 SWEPT = {

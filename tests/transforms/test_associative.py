@@ -52,9 +52,8 @@ def test_a_scan_by_halves_runs_tile_by_tile(name, length):
     both = (quick.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (tiled, LOSSES[name]))
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
-    assert (
-        max(loop.largest for loop in tiled.plan(*args).gradient.loops) <= tiled.plan(*args).gradient.untiled_largest / 2
-    )
+    plan = tiled.plan(*args).gradient
+    assert max(loop.largest for loop in plan.loops) <= plan.untiled_largest / 2
 
 
 # Of a product, every second row of which stands beside others.

@@ -277,3 +277,13 @@ def test_what_selects_in_windows_is_not_moved_as_windows_are():
     np.testing.assert_allclose(*(jax.jvp(f, (x,), (moved,))[1] for f in (tile(fn, 0, 4), fn)), rtol=1e-6)
     with pytest.raises(TileError, match="takes a part of the cut axis"):
         jax.grad(tile(lambda x: jnp.tanh(maxima(x @ jnp.ones((D, 2 * D)))).sum(), 0, 4))(x)
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_kernels_of_single_features_have_their_gradient_over_a_cut_batch(several):
+    """JAX makes it by a convolution with groups of batches, of which the cut batch is the feature that is summed."""
+    loss = lambda x, kernel: (jnp.sin(conv(x, kernel, "SAME", groups=4)) ** 2).sum()
+    args = draw(12, 7, 4), draw(3, 1, 4 * several)
+    found, expected = (jax.value_and_grad(fn, (0, 1))(*args) for fn in (tile(loss, (0, None), 5), loss))
+    for got, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)

@@ -7,12 +7,14 @@ import operator
 import pickle
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
 
+from tests.helpers import FLOAT64, assert_same
 from transforms import TileError, tile
 from transforms.tiling import schedule
 from transforms.tiling.analysis import propagate
@@ -341,3 +343,22 @@ def test_a_schedule_that_goes_on_changing_settles(monkeypatch):
 def test_refusals_name_the_user_s_line():
     with pytest.raises(TileError, match=r"cannot tile `sort` at .*test_calls.py"):
         tile(lambda x: jnp.sort(jnp.sin(x @ W), 0), 0, 3, gather="none")(X)
+
+
+def buffered(x, w, kind):
+    """States of a loop that Equinox differentiates, written where it lets no copies be made."""
+    step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w), c[2].at[c[0]].set(c[1]))
+    begin = (0, x, jnp.zeros((4, *x.shape)))
+    return eqxi.while_loop(lambda c: c[0] < 4, step, begin, max_steps=4, kind=kind, buffers=lambda c: c[2])[2]
+
+
+@pytest.mark.symbolic
+@pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_loops_of_equinox_are_opened(kind, mapped, float64):
+    """As diffrax and lineax have them: primitives of their own, of which JAX's rules know what they compute."""
+    every = jax.vmap(buffered, (0, None, None), 1) if mapped else buffered
+    loss = lambda x, w: jnp.sin(every(x, w, kind)).sum()
+    args = jnp.sin(jnp.arange(72.0)).reshape(12, 6), jnp.cos(jnp.arange(36.0)).reshape(6, 6)
+    found, expected = (jax.value_and_grad(fn, (0, 1))(*args) for fn in (tile(loss, (0, None), 4), loss))
+    assert_same(found, expected, FLOAT64)

@@ -140,7 +140,8 @@ def test_is_computed_piece_by_piece(fn, axis, args):
     for got, want in zip(*map(jax.tree.leaves, (both(tiled), both(fn))), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
     largest = max(a.nbytes for a in args)
-    for run in filter(None, (tiled.plan(*args).value, tiled.plan(*args).gradient)):
+    plan = tiled.plan(*args)
+    for run in filter(None, (plan.value, plan.gradient)):
         assert all(c.nbytes <= largest for loop in run.loops for c in loop.carries)
 
 

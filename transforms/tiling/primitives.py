@@ -205,6 +205,8 @@ CUSTOM_CALLS = {
     "linear_call": "callee",
     "remat_opt": "fwd_jaxpr",
 }
+# Equinox's and Lineax's own, with rules for everything; what they compute is a program of others.
+IMPLEMENTED = ("maybe_set", "vprim", "linear_solve")
 SOLVE = "custom_linear_solve"  # the same, with several bodies
 NAMED = "named"  # its operand; the cotangent has a name
 LINEAR = "tiled_linear"  # a derivative of a `tile` within, whose body is a function

@@ -145,6 +145,9 @@ def read(folder: Path) -> Settings:
     except ValueError as error:
         what = f"{CONFIG}: {type(error).__name__} " if isinstance(error, json.JSONDecodeError) else ""
         raise ValueError(f"cannot load an adapter from `{folder}`: {what}{error}.") from None
+    except FileNotFoundError:
+        what = f"it has no {CONFIG}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"cannot load an adapter from `{folder}`: {what}, as PEFT writes it.") from None
     except (OSError, KeyError, AttributeError, TypeError, re.error) as error:
         raise ValueError(f"cannot load an adapter from `{folder}`: {CONFIG}: {type(error).__name__} {error}.") from None
 

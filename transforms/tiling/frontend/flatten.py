@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from transforms.tiling.ir.effects import check_pure, loud, silenced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.ir.walks import read
-from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, LINEAR, REMAT, SOLVE
+from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, IMPLEMENTED, LINEAR, REMAT, SOLVE
 
 
 def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
@@ -36,6 +37,10 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
         name = eqn.primitive.name
         if name in table:
             return body(eqn.params, table[name]), ins
+        if custom and name in IMPLEMENTED:
+            with eqn.ctx.manager:
+                made = functools.partial(eqn.primitive.impl, **eqn.params)
+                return jax.make_jaxpr(made)(*(like(v.aval) for v in ins)), ins
         return OPENED[name](plain(eqn.params), ins) if custom and name in OPENED else None
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], outer: Any) -> list[Value]:

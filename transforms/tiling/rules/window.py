@@ -160,14 +160,15 @@ def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move | Obstac
 
 
 def convolved(node: Node) -> Factors:
-    """`([b f _], [o f _]) -> [b o _]`; of the features of groups, neither `f` nor `o`, of batches in groups no `b`."""
+    """`([b f _], [o f _]) -> [b o _]`; of the features of groups, neither `f` nor `o`, of batches in groups only `f`."""
     numbers, batched = node.params["dimension_numbers"], node.params["batch_group_count"] == 1
-    single = batched and node.params["feature_group_count"] == 1
+    alike = node.params["feature_group_count"] == 1
+    single = batched and alike
     found: list[list[Any]] = []
     for spec, first, second in zip(numbers, "bob", "ffo", strict=True):
         names = [None] * len(spec)
         names[spec[0]] = first if single or (batched and first == "b") else None
-        names[spec[1]] = second if single else None
+        names[spec[1]] = second if single or (alike and second == "f") else None
         found.append(names)
     return Factors(found[:2], found[2:], reduced={"f": "sum"})
 

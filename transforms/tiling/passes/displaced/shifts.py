@@ -21,7 +21,7 @@ from transforms.tiling.ir.walks import closure, constant, operands
 from transforms.tiling.passes.across import cropped, padded, pads
 from transforms.tiling.passes.displaced.rows import Made, lengths, made_alike, moved, rows_apart, slices, spread
 from transforms.tiling.rules.gather import clamped, widened
-from transforms.tiling.rules.window import CHOICES, slide, sliding
+from transforms.tiling.rules.window import CHOICES, WINDOWS, slide, sliding
 
 MOST = 100  # equations between parts and a join of what is made of them
 
@@ -44,7 +44,7 @@ def rewrite(graph: Graph, ways: Sequence[tuple[Any, int]]) -> bool:
     """Rewrite equations in the first of some ways that there is, each of arrays of some length."""
     changed = False
     for node in list(graph.nodes):
-        for dim in [d for v in node.outputs[:1] for d in range(len(v.shape))]:
+        for dim in _moves(node):
             made = next((m for way, t in ways if (m := way(node, dim, t)) is not None), None)
             if made is not None:
                 nodes, outs = made
@@ -53,6 +53,19 @@ def rewrite(graph: Graph, ways: Sequence[tuple[Any, int]]) -> bool:
                 break
     graph.prune()
     return changed
+
+
+def _moves(node: Node) -> Sequence[int]:
+    """The dimensions of a result whose rows an equation takes from, or puts at, other places."""
+    p, dims = node.params, range(len(node.outputs[0].shape) if node.outputs else 0)
+    if node.name == "slice":
+        each = zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(dims), strict=True)
+        return [d for d, one in enumerate(each) if one != (0, node.inputs[0].shape[d], 1)]
+    if node.name == "pad":
+        return [d for d, one in enumerate(p["padding_config"]) if tuple(one) != (0, 0, 0)]
+    if node.name in ("concatenate", "split"):
+        return [p["dimension" if node.name == "concatenate" else "axis"]]
+    return dims if node.name in ("conv_general_dilated", *WINDOWS, *CHOICES) else ()
 
 
 # -------------------------------------------------------------------------------------------------------------- shifts
