@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from transforms.tiling.analysis.limits import FEWER, Limits, check_size, human, too_large
+from transforms.tiling.frontend.trace import any_platform
 from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
-from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
+from transforms.tiling.ir.obstacles import Inline, Obstacle, Promote, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Tiled, Whole
 from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
@@ -48,6 +49,8 @@ def check_whole(
     free = needed | _finished(analysis, online)
     made = lambda v: v not in free and all(f.producer or f.const is not None for f in _forms([v]))
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or made(v))]
+    if branched := [n for v in large if (n := v.producer) is not None and any_platform(n) is not None]:
+        return Inline(branched[0])
     options = limits.options
     axes = [connected(analysis.graph, dims) for dims in _dims(analysis)] if large else [set(), set()]
     if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares, *axes)) is not None}:
