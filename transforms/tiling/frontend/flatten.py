@@ -37,6 +37,8 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
         name = eqn.primitive.name
         if name in table:
             return body(eqn.params, table[name]), ins
+        if (platforms := eqn.params.get("branches_platforms")) and set(platforms) == {("mosaic",), None}:
+            return eqn.params["branches"][platforms.index(None)], ins[1:]  # the other one is for bodies of kernels
         if custom and name in IMPLEMENTED:
             with eqn.ctx.manager:
                 made = functools.partial(eqn.primitive.impl, **eqn.params)

@@ -160,7 +160,7 @@ def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move | Obstac
 
 
 def convolved(node: Node) -> Factors:
-    """`([b f _], [o f _]) -> [b o _]`; of the features of groups, neither `f` nor `o`, of batches in groups only `f`."""
+    """`([b f _], [o f _]) -> [b o _]`; in groups of features neither `f` nor `o`, of batches `f` alone."""
     numbers, batched = node.params["dimension_numbers"], node.params["batch_group_count"] == 1
     alike = node.params["feature_group_count"] == 1
     single = batched and alike
