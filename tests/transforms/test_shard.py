@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests import quick
 from tests.helpers import FLOAT32, assert_same, equations
 from transforms import TileError, tile
+from transforms.cotangents import linear_rules
 from transforms.tiling.autodiff.custom_rules import ruled
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.walks import flops
@@ -219,11 +220,22 @@ def summed_back(x):
 
 summed_back.defvjp(lambda x: (x, None), lambda _, slope: (lax.psum(slope, "d"),))
 
+
+@jax.custom_jvp
+def averaged(x):
+    """Itself, but that its derivative is the mean of the devices'."""
+    return x
+
+
+averaged.defjvp(lambda primals, tangents: (primals[0], lax.pmean(tangents[0], "d")))
+
 MIXED = {
     "mean": lambda x, w: (jnp.sin(x @ w) * jnp.tanh(lax.pmean(x, "d"))).sum(),
     "sum": lambda x, w: lax.psum((jnp.sin(x @ w) * jnp.tanh(lax.pmean(x, "d"))).sum(), "d"),
     "neighbour": lambda x, w: (jnp.sin(x @ w) * lax.ppermute(x, "d", [(i, (i + 1) % 8) for i in range(8)])).sum(),
     "rule": lambda x, w: jnp.sin(summed_back(x) @ w).sum(),
+    "rule that is promised to be linear": lambda x, w: jnp.sin(linear_rules(summed_back)(x) @ w).sum(),
+    "rule of both modes": lambda x, w: jnp.sin(averaged(x) @ w).sum(),
 }
 
 

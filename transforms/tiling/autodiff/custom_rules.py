@@ -21,12 +21,12 @@ from transforms.tiling.frontend.trace import there
 from transforms.tiling.ir.dependence import followed, given_inside
 from transforms.tiling.ir.graph import Graph, Node
 from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
-from transforms.tiling.ir.walks import constant, mixes
+from transforms.tiling.ir.walks import constant
 from transforms.tiling.primitives import PRODUCTS, has, summed
 
 
-def scales(jaxpr: Any, active: Sequence[int], own: frozenset[str]) -> bool:
-    """Whether cotangents, which vary along the axes `own`, enter the gradients of a program by `active` linearly.
+def scales(jaxpr: Any, active: Sequence[int]) -> bool:
+    """Whether cotangents enter the gradients of a program by its inputs `active` linearly.
 
     A `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but those
     of which it is promised (`transforms.cotangents`). Of a `tile` within, it is known (`lower.atomic`). Beside these,
@@ -34,7 +34,7 @@ def scales(jaxpr: Any, active: Sequence[int], own: frozenset[str]) -> bool:
     """
     if not all(map(_scales, equations(jaxpr))):
         return False
-    return all(_linear(*_pulled(*rule), own) for rule in _rules(jaxpr, active, skip=promised) if _is_vjp(rule[0]))
+    return all(_linear(_pulled(*rule)) for rule in _rules(jaxpr, active, skip=promised) if _is_vjp(rule[0]))
 
 
 def _scales(eqn: Any) -> bool:
@@ -94,15 +94,14 @@ def _is_float(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
-def _linear(graph: Graph, count: int, own: frozenset[str]) -> bool:
-    """Whether the last inputs of a graph, so many, enter all its outputs linearly together, each device's its own."""
+def _linear(found: tuple[Graph, int]) -> bool:
+    """Whether the last inputs of a graph, so many, enter all its outputs linearly together."""
+    graph, count = found
     reached = set(graph.inputs[len(graph.inputs) - count :])
     for node in graph.nodes:
         cut = {i for i, v in enumerate(node.inputs) if v in reached}
         if not cut:
             continue
-        if mixes(node, own):
-            return False
         added = summed(node.name, len(node.inputs))
         together = cut <= added and all(constant(node.inputs[i]) == 0 for i in added - cut)
         if not together and not (len(cut) == 1 and cut <= {*PRODUCTS.get(node.name, ())}):

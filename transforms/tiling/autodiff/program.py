@@ -27,7 +27,7 @@ from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained
 from transforms.tiling.ir.graph import Graph, describe, elements, nbytes
-from transforms.tiling.ir.jaxprs import trimmed
+from transforms.tiling.ir.jaxprs import axis_names, trimmed
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled, Whole, wide
@@ -264,24 +264,29 @@ class Program:
         """
         if self.also is not None or not self.is_scalar(outs, active):
             return False
-        own = varying(self.closed.out_avals[outs[0]])
-        if any(own - varying(self.closed.in_avals[i]) for i in active) or self._exchanges(outs[0], active, own):
+        own, active = varying(self.closed.out_avals[outs[0]]), tuple(active)
+        if any(own - varying(self.closed.in_avals[i]) for i in active):
             return False
-        joint = self._joint(self.closed, tuple(active), outs[0])
-        return joint is not None and scales(self.closed.jaxpr, active, own) and not narrow(joint.closed.jaxpr)
+        joint = self._joint(self.closed, active, outs[0])
+        if joint is None or not scales(self.closed.jaxpr, active) or narrow(joint.closed.jaxpr):
+            return False
+        return not (axis_names({"jaxpr": joint.closed}) and self._exchanges(outs[0], active, own))
 
     def _exchanges(self, out: int, active: Sequence[int], own: frozenset[str]) -> bool:
-        """Whether inputs reach a scalar, which varies along the axes `own`, by what mixes those of several of them."""
-        graph = self.folded
-        between = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
-        between &= ancestors([graph.outputs[out]])
-        return any(mixes(n, own) and between & {*n.inputs} and between & {*n.outputs} for n in graph.nodes)
+        """Whether the cotangent of a scalar, which varies along the axes `own`, meets those that others have."""
+
+        def pulled(*both: Any) -> tuple[Any, ...]:
+            _, vjp, _ = jax.vjp(*self.chosen(both[:-1], active, [out]), has_aux=True)
+            return vjp([both[-1]])
+
+        graph = self.derive(pulled, [(self.closed.out_avals[out], WHOLE)]).graph
+        reached = depends(graph, {graph.inputs[-1]})
+        return any(mixes(node, own) and not reached.isdisjoint(node.inputs) for node in graph.nodes)
 
     @functools.cached_property
     def scales(self) -> bool:
         """Whether cotangents of its results enter its gradients linearly."""
-        own = frozenset().union(*map(varying, self.closed.out_avals))
-        return scales(self.closed.jaxpr, range(len(self.closed.in_avals)), own)
+        return scales(self.closed.jaxpr, range(len(self.closed.in_avals)))
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
         """Whether the outputs `outs` are one real scalar."""
