@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from transforms import tile
+from transforms import TileError, tile
 
 pytestmark = pytest.mark.symbolic
 
@@ -79,6 +79,58 @@ def test_derivatives_outside_of_the_vmap_that_has_the_name(name, way, float64):
     loss = lambda fn: lambda y: jnp.sin(jax.vmap(fn, axis_name="b")(y)).sum()
     found, expected = (OUTSIDE[way](loss(fn)) for fn in (tile(INSIDE[name], 0, 3), INSIDE[name]))
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+# Of rows x[b] and what all elements share, w: a result of both, and one of w alone.
+SHARED = {
+    "rows": lambda x, w: (x * w, jnp.sin(w)),
+    "scalars": lambda x, w: ((x * w).sum(), (w**2).sum()),
+    "sums and rows": lambda x, w: (jnp.cumsum(x * w), jnp.exp(w - w.max())),
+    "alone": lambda x, w: (x, (w**2).sum()),
+}
+LATER = {
+    "grad": lambda loss: jax.grad(loss, (0, 1))(Y[:, :, 0], Y[0, :, 1]),
+    "grad of what is shared": lambda loss: jax.jit(jax.grad(loss, 1))(Y[:, :, 0], Y[0, :, 1]),
+    "jvp": lambda loss: jax.jvp(loss, (Y[:, :, 0], Y[0, :, 1]), (Y[:, :, 2], Y[0, :, 3]))[1],
+    "grad of grad": lambda loss: jax.grad(lambda w: (jax.grad(loss, 1)(Y[:, :, 0], w) ** 2).sum())(Y[0, :, 1]),
+}
+
+
+@pytest.mark.crossed("name", "way")
+@pytest.mark.parametrize("outs", [0, (0, None), "used within"])
+@pytest.mark.parametrize("way", LATER)
+@pytest.mark.parametrize("name", SHARED)
+def test_derivatives_outside_of_a_vmap_of_what_its_elements_share(name, way, outs, float64):
+    """Results that depend on nothing mapped are not mapped, and neither are their tangents."""
+
+    def loss(fn):
+        if outs == "used within":
+            return lambda x, w: jax.vmap(lambda x, w: sum(jnp.sin(o).sum() for o in fn(x, w)), (0, None))(x, w).sum()
+        return lambda x, w: sum(jnp.sin(o).sum() for o in jax.vmap(fn, (0, None), outs)(x, w))
+
+    found, expected = (LATER[way](loss(fn)) for fn in (tile(SHARED[name], (0, 0), 3), SHARED[name]))
+    for got, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+@jax.custom_vjp
+def clipped(w):
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, slope: (jnp.clip(slope, -1, 1),))
+
+
+def test_a_rule_of_what_elements_share_is_refused_outside_of_their_vmap():
+    """JAX clips the sum of their cotangents once; within, each has its own."""
+    fn = tile(lambda x, w: (x[:, None] * clipped(w)).sum(), (0, None), 3)
+    x, w = Y[:, :, 0], jnp.arange(3.0)
+    with pytest.raises(TileError, match=r"a `jax.custom_vjp` rule, of which elements share the cotangents"):
+        jax.grad(lambda w: jax.vmap(fn, (0, None))(x, w).sum())(w)
+    each = jax.vmap(jax.grad(fn, 1), (0, None))(x, w)
+    np.testing.assert_allclose(each, np.clip(np.outer(x.sum(1), np.ones(3)), -1, 1), rtol=1e-6)
+    rows = lambda fn: jax.grad(lambda x: jax.vmap(fn, (0, None))(x, w).sum())(x)  # a rule of what is mapped is its own
+    np.testing.assert_allclose(rows(tile(lambda x, w: (clipped(x) * w.sum()).sum(), (0, None), 3)), np.ones_like(x))
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])

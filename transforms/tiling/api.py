@@ -577,7 +577,7 @@ def split(placements: Sequence[Placement], shares: int) -> tuple[Placement, ...]
 
 def vmapped(closed: ClosedJaxpr) -> tuple[tuple[Any, int], ...]:
     """The axes of `jax.vmap` around that a function names, and their lengths."""
-    of_mesh = jax.sharding.get_abstract_mesh().axis_names
+    of_mesh = jax.sharding.get_abstract_mesh().manual_axes
     return tuple((name, lax.axis_size(name)) for name in axis_names({"jaxpr": closed}).difference(of_mesh))
 
 

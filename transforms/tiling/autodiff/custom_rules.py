@@ -148,6 +148,16 @@ def ruled(jaxpr: Any, active: Sequence[int]) -> bool:
     return any(_is_vjp(eqn) or not _itself(eqn, numbers) for eqn, numbers in _rules(jaxpr, active))
 
 
+def shares(jaxpr: Any, shared: Sequence[int], mapped: Sequence[int]) -> bool:
+    """Whether a rule that may not be linear is of inputs `shared` alone, and its results meet what is `mapped` later.
+
+    `jax.vmap` applies it once, to the sum of the cotangents.
+    """
+    known = {id(eqn) for eqn, _ in _rules(jaxpr, mapped)}
+    alone = (rule for rule in _rules(jaxpr, shared, skip=promised) if id(rule[0]) not in known)
+    return any(_is_vjp(eqn) and not _linear(_pulled(eqn, numbers)) for eqn, numbers in alone)
+
+
 def _itself(eqn: Any, numbers: Sequence[int]) -> bool:
     """Whether a rule's result is its function's, called again, as most have it: its derivatives are by the rule too."""
     params = eqn.primitive.get_bind_params(eqn.params)

@@ -6,19 +6,22 @@ our own, has both: the primitive's transpose is the tiled backward program, its 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from transforms.layout import stacked, typed
-from transforms.tiling.autodiff.custom_rules import has_custom_vjp
+from transforms.tiling.autodiff.custom_rules import has_custom_vjp, shares
 from transforms.tiling.autodiff.program import Program
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.lower import atomic
 from transforms.tiling.primitives import LINEAR
 
@@ -30,21 +33,72 @@ linear_p.multiple_results = True
 Forward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batched:
+    """What `jax.vmap` has to know of a linear map: the program that it is the derivative of.
+
+    Attributes:
+        program: the program.
+        outs: its results, of which the map gives the tangents.
+        active: its inputs that the map is given the tangents of.
+        first: which of the residuals is the program's first input.
+    """
+
+    program: Program
+    outs: tuple[int, ...]
+    active: tuple[int, ...]
+    first: int
+
+    @property
+    def named(self) -> dict[Any, int]:
+        """The axes of `jax.vmap` that the program names."""
+        return dict(self.program.options.named)
+
+    def part(self, chosen: Sequence[int]) -> Batched:
+        """The same of some of the results."""
+        return dataclasses.replace(self, outs=tuple(self.outs[i] for i in chosen))
+
+    def results(self, dims: Sequence[int | None], count: int, name: Any) -> list[bool]:
+        """Which results are mapped, as the program's own are, where residuals and tangents are along `dims`."""
+        last = self.first + len(self.program.closed.in_avals)
+        given = [d is not None for d in dims[self.first : last]]
+        for number, d in zip(self.active, dims[count:], strict=True):
+            given[number] |= d is not None
+        found = self.program.mapped(given, name)
+        return [found[i] for i in self.outs]
+
+    def check(self, dims: Sequence[int | None], count: int, name: Any) -> None:
+        """Refuse rules that JAX would give the sum of the cotangents of all elements of a `jax.vmap`.
+
+        Raises:
+            TileError: the program has one.
+        """
+        jaxpr, last = self.program.closed.jaxpr, self.first + len(self.program.closed.in_avals)
+        shared = [i for i, d in zip(self.active, dims[count:], strict=True) if d is None]
+        mapped = [i for i, d in enumerate(dims[self.first : last]) if d is not None]
+        named = name in self.named and has_custom_vjp(jaxpr, self.active)
+        if named or (shared and shares(jaxpr, shared, mapped)):
+            raise TileError(
+                "cannot differentiate a tiled function outside of a `jax.vmap` whose axis it names, or that maps not "
+                "all of its arguments: it calls a `jax.custom_vjp` rule, of which elements share the cotangents.\n"
+                "  Take the derivative within, jax.vmap(jax.grad(fn)), and sum what belongs to all of them."
+            )
+
+
 def linear(
     residuals: Sequence[Any],
     tangents: Sequence[Any],
     forward: Forward,
     transpose: Forward,
     avals: Sequence[Any],
-    named: Collection[Any],
+    batched: Batched,
 ) -> list[Any]:
     """Return `forward(residuals, tangents)`, of types `avals`; its transpose is `transpose(residuals, cotangents)`.
 
     A cotangent is None where nobody reads the result: its slope may be infinite there, which zeros do not undo.
-    `named`: the axes of `jax.vmap` that both name.
     """
     params = {"forward": forward, "transpose": transpose, "count": len(residuals), "avals": tuple(avals)}
-    return linear_p.bind(*residuals, *tangents, **params, named=frozenset(named))
+    return linear_p.bind(*residuals, *tangents, **params, batched=batched)
 
 
 def _apply(*args: Any, forward: Forward, count: int, **_: Any) -> list[Any]:
@@ -69,20 +123,50 @@ def _transpose(cotangents: Any, *args: Any, transpose: Forward, count: int, **_:
     return [None] * count + list(transpose(args[:count], cotangents))
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, named: frozenset[Any], **params: Any) -> Any:
-    if all(d is None for d in dims) and axis.name not in named:
-        outs = linear_p.bind(*args, **params, named=named)
-        return outs, [None] * len(outs)
+def _batch(axis: Any, args: Any, dims: Any, *, batched: Batched, **params: Any) -> Any:
+    """Results that depend on nothing that is mapped are not, as those of the function are not."""
+    own = batched.results(dims, params["count"], axis.name)
+    outs: list[Any] = [None] * len(own)
+    if apart := [i for i, each in enumerate(own) if not each]:
+        alone = [a if d is None else lax.index_in_dim(a, 0, d, keepdims=False) for a, d in zip(args, dims, strict=True)]
+        found = linear_p.bind(*alone, **_part(params, apart), batched=batched.part(apart))
+        outs = [dict(zip(apart, found, strict=True)).get(i) for i in range(len(own))]
+    if together := [i for i, each in enumerate(own) if each]:
+        found = _together(axis, args, dims, batched.part(together), **_part(params, together))
+        known = dict(zip(together, found, strict=True))
+        outs = [known.get(i, out) for i, out in enumerate(outs)]
+    return outs, [0 if each else None for each in own]
+
+
+def _part(params: dict[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
+    """The map to some of the results."""
+    if len(chosen) == len(params["avals"]):
+        return params
+    forward, transpose, count = params["forward"], params["transpose"], len(params["avals"])
+
+    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        known = dict(zip(chosen, cotangents, strict=True))
+        return transpose(residuals, [known.get(i) for i in range(count)])
+
+    return {
+        "forward": lambda residuals, tangents: [forward(residuals, tangents)[i] for i in chosen],
+        "transpose": pull,
+        "count": params["count"],
+        "avals": tuple(params["avals"][i] for i in chosen),
+    }
+
+
+def _together(axis: Any, args: Any, dims: Any, batched: Batched, **params: Any) -> list[Any]:
     count, size = params["count"], axis.size
+    batched.check(dims, count, axis.name)
     args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
     # All tangents are batched, so that no cotangent has to be summed over the batch.
     moved = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(args, dims, strict=True)]
     axes = (tuple(None if d is None else 0 for d in dims[:count]), 0)
-    name = {"axis_name": axis.name} if axis.name in named else {}
+    name = {"axis_name": axis.name} if axis.name in batched.named else {}
     forward, transpose = (jax.vmap(params[way], axes, axis_size=size, **name) for way in ("forward", "transpose"))
-    batched = [stacked(a, size) for a in params["avals"]]
-    outs = linear(args[:count], moved[count:], forward, transpose, batched, named - {axis.name})
-    return outs, [0] * len(outs)
+    avals = [stacked(a, size) for a in params["avals"]]
+    return linear(args[:count], moved[count:], forward, transpose, avals, batched)
 
 
 linear_p.def_impl(_apply)
@@ -101,7 +185,7 @@ def call(program: Program, *args: Any) -> list[Any]:
     @jax.custom_jvp
     def value(*args: Any) -> tuple[Any, ...]:
         again = lambda *args: call(program, *args)
-        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, *args))
+        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, program.mapped, *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
@@ -154,9 +238,8 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
 
     with jax.numpy_dtype_promotion("standard"):  # these sums are ours
         aval = program.closed.out_avals[out].update(dtype=jnp.result_type(*found, outs[out]))
-    return outs, linear(
-        (*found, *primals), [given[i] for i in active], forward, transpose, [aval], dict(program.options.named)
-    )
+    batched = Batched(program, (out,), active, count)
+    return outs, linear((*found, *primals), [given[i] for i in active], forward, transpose, [aval], batched)
 
 
 def _general(
@@ -174,4 +257,6 @@ def _general(
         return call(program.cotangent(active, numbers), *residuals, *spread)
 
     avals = [program.closed.out_avals[i] for i in outs]
-    return linear((*primals, *kept), [given[i] for i in active], forward, transpose, avals, dict(program.options.named))
+    return linear(
+        (*primals, *kept), [given[i] for i in active], forward, transpose, avals, Batched(program, outs, active, 0)
+    )

@@ -23,6 +23,7 @@ from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.autodiff.steps import computed_again
 from transforms.tiling.frontend.flatten import evaluate, flatten
+from transforms.tiling.ir.dependence import depend
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained
@@ -129,6 +130,7 @@ class Program:
     unseen: bool = False  # where no program around looks into this one's loops
     also: Residuals | None = None  # what its loops end in, returned after the outputs
     given: tuple[Residuals, int] | None = None  # those of another program, and the first input that holds them
+    values: Program | None = None  # another program, whose results are this one's first ones
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -210,6 +212,12 @@ class Program:
         """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
         return self._runs[self.unseen and _LOOKED_INTO.get()]
 
+    def mapped(self, given: Sequence[bool], name: Any) -> list[bool]:
+        """Which results differ along a `jax.vmap` of this name whose arguments `given` do."""
+        first = [] if self.values is None else self.values.mapped(given, name)
+        own = [*depend(self.closed, given, name), *[True] * (self.count - len(self.closed.out_avals))]
+        return [*first, *own[len(first) :]]
+
     def traced(self, *args: Any) -> ClosedJaxpr:
         """What `run` computes of arguments of these types."""
         return within(self.options.named, lambda: self.run.trace(*args).jaxpr)
@@ -242,7 +250,7 @@ class Program:
             closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
         closed = silence(closed, given) if given else silence_recomputed(closed)
         placements = (*self.placements, *(p for _, p in extra))
-        return Program(closed, placements, self.options, frozenset(wide))
+        return Program(closed, placements, self.options, frozenset(wide), values=None if extra else self)
 
     # --------------------------------------------------------------------------------------------------- derivatives
 
@@ -286,7 +294,7 @@ class Program:
     @functools.cached_property
     def scales(self) -> bool:
         """Whether cotangents of its results enter its gradients linearly."""
-        return scales(self.closed.jaxpr, range(len(self.closed.in_avals)))
+        return within(self.options.named, lambda: scales(self.closed.jaxpr, range(len(self.closed.in_avals))))
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
         """Whether the outputs `outs` are one real scalar."""
@@ -481,7 +489,7 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
 
     closed = jax.make_jaxpr(both)(*(like(a) for a in avals))
     options = dataclasses.replace(program.options, outline=True)
-    return Program(closed, program.placements, options, outer.wide)
+    return Program(closed, program.placements, options, outer.wide, values=program.values)
 
 
 def _outer(program: Program, argument: int, dim: int) -> Program:

@@ -20,7 +20,6 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from transforms.layout import TOGETHER, full
-from transforms.tiling.ir.dependence import depend
 
 
 class Atomic(Primitive):
@@ -40,14 +39,16 @@ tiled_p.multiple_results = True
 
 Call = Callable[..., Sequence[Any]]
 Asked = Callable[[], bool]
+Mapped = Callable[[Sequence[bool], Any], list[bool]]  # by whether each argument is, along a `jax.vmap` of this name
 
 
-def call(program: ClosedJaxpr, differentiable: Call, scales: Asked, *args: Any) -> list[Any]:
+def call(program: ClosedJaxpr, differentiable: Call, scales: Asked, mapped: Mapped, *args: Any) -> list[Any]:
     """Return what a program does, a list of arrays, in one equation that is never split.
 
-    `differentiable` returns the same, with derivatives of its own; cotangents enter them linearly if `scales()`.
+    `differentiable` returns the same, with derivatives of its own; cotangents enter them linearly if `scales()`. Which
+    results a `jax.vmap` maps, and which it leaves as they are, says `mapped`: derivatives have it alike.
     """
-    return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable, scales=scales)
+    return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable, scales=scales, mapped=mapped)
 
 
 @functools.partial(jax.jit, static_argnames="call_jaxpr")
@@ -62,12 +63,14 @@ def _mapped(*args: Any, call_jaxpr: ClosedJaxpr, dims: Any, outs: Any, axis: Any
     return jax.vmap(fn, list(dims), list(outs), axis_name=name, axis_size=size, spmd_axis_name=spread)(*args)
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call, scales: Asked) -> Any:
-    outs = tuple(0 if found else None for found in depend(call_jaxpr, [d is not None for d in dims], axis.name))
+def _batch(
+    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call, scales: Asked, mapped: Mapped
+) -> Any:
+    outs = tuple(0 if found else None for found in mapped([d is not None for d in dims], axis.name))
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     axis = (axis.name, axis.size, axis.spmd_name)
-    mapped = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
-    return call(mapped, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, *args), outs
+    made = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
+    return call(made, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, mapped, *args), outs
 
 
 def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
@@ -95,14 +98,23 @@ def _eliminate(used: list[bool], *last: Any) -> Any:
     read, made = pe.dce_jaxpr_closed_call_rule(used, *last)
     if made is None or (all(used) and all(read)):
         return read, made
-    whole, avals = eqn.params["differentiable"], eqn.params["call_jaxpr"].in_avals
+    whole, avals, mapped = (eqn.params[key] for key in ("differentiable", "call_jaxpr", "mapped"))
+    avals = avals.in_avals
 
     def rest(*args: Any) -> list[Any]:
         given = iter(args)
         outs = whole(*(next(given) if own else _zeros(aval) for own, aval in zip(read, avals, strict=True)))
         return [out for out, own in zip(outs, used, strict=True) if own]
 
-    return read, made.replace(params={**made.params, "differentiable": rest})
+    def left(given: Sequence[bool], name: Any) -> list[bool]:
+        known = iter(given)
+        return [
+            one
+            for one, own in zip(mapped([next(known) if own else False for own in read], name), used, strict=True)
+            if own
+        ]
+
+    return read, made.replace(params={**made.params, "differentiable": rest, "mapped": left})
 
 
 def _zeros(aval: Any) -> Any:
