@@ -113,6 +113,46 @@ def test_derivatives_outside_of_a_vmap_of_what_its_elements_share(name, way, out
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+# What is the same for all elements, as sums over them are, is not mapped: the state of a batch norm.
+UNITED = {
+    "mean": lambda x, w: (x - lax.pmean(x, "b"), lax.pmean(x * w, "b")),
+    "maximum": lambda x, w: (x * w, lax.pmax(lax.stop_gradient(x), "b")),
+    "all": lambda x, w: (x, lax.all_gather(jnp.sin(x * w), "b")),
+    "in a loop": lambda x, w: (x, lax.scan(lambda c, r: (c + lax.pmean(r, "b"), lax.psum(c * r, "b")), 0.0, x * w)[1]),
+    "scalar": lambda x, w: ((x * w).sum(), lax.pmean(jnp.tanh(x).sum(), "b")),
+}
+
+
+@pytest.mark.crossed("name", "way")
+@pytest.mark.parametrize("way", LATER)
+@pytest.mark.parametrize("name", UNITED)
+def test_what_a_collective_makes_the_same_for_all_is_not_mapped(name, way, float64):
+    def loss(fn):
+        run = jax.vmap(fn, (0, None), (0, None), axis_name="b")
+        return lambda x, w: sum(jnp.sin(o).sum() for o in run(x, w))
+
+    found, expected = (LATER[way](loss(fn)) for fn in (tile(UNITED[name], (0, 0), 3), UNITED[name]))
+    for got, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("where", ["alone", "in a loop", "in a branch"])
+def test_what_depends_on_the_place_of_an_element_is_mapped(where, float64):
+    """Though no argument that it is made of is."""
+    here = lambda w: w * lax.axis_index("b")
+    places = {
+        "alone": here,
+        "in a loop": lambda w: lax.scan(lambda c, r: (c, here(r)), 0.0, w)[1],
+        "in a branch": lambda w: lax.cond(w[0] > 9, jnp.sin, here, w),
+    }
+    fn = lambda x, w: (x, places[where](w))
+    loss = lambda fn: lambda w: sum(jnp.sin(o).sum() for o in jax.vmap(fn, (0, None), axis_name="b")(Y[:, :, 0], w))
+    w = jnp.asarray(Y[0, :, 1])
+    found, expected = (jax.value_and_grad(loss(f))(w) for f in (tile(fn, (0, 0), 3), fn))
+    for got, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
 @jax.custom_vjp
 def clipped(w):
     return w

@@ -42,6 +42,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     respreads      spreads its operand over the devices in another way
     equates        asks whether two are equal
     rescales       makes no other spread of the devices than its operand's
+    unites         makes the same of what is not, along the axes that it names
     typed          keeps each dimension as it is spread, or sums over it: runs on a tile wherever it runs on the whole.
                    So do those that flow
 
@@ -154,6 +155,7 @@ scatter-add                                             | summing in_place lands
 reduce_prod                                             | summing reducing
 dot_general                                             | summing typed product contracts
 custom_jvp_call custom_vjp_call mesh_cast               | typed
+all_gather pmax pmin psum                               | unites
 """
 
 

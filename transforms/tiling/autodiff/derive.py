@@ -58,14 +58,17 @@ class Batched:
         """The same of some of the results."""
         return dataclasses.replace(self, outs=tuple(self.outs[i] for i in chosen))
 
-    def results(self, dims: Sequence[int | None], count: int, name: Any) -> list[bool]:
-        """Which results are mapped, as the program's own are, where residuals and tangents are along `dims`."""
+    def results(self, dims: Sequence[int | None], count: int, name: Any) -> tuple[list[bool], list[bool]]:
+        """Which results are mapped, as the program's own are, where residuals and tangents are along `dims`.
+
+        And which depend on what is: sums over the axis of that name do, and are not mapped.
+        """
         last = self.first + len(self.program.closed.in_avals)
         given = [d is not None for d in dims[self.first : last]]
         for number, d in zip(self.active, dims[count:], strict=True):
             given[number] |= d is not None
-        found = self.program.mapped(given, name)
-        return [found[i] for i in self.outs]
+        mapped, reached = (self.program.mapped(given, name, differing) for differing in (True, False))
+        return [mapped[i] for i in self.outs], [reached[i] for i in self.outs]
 
     def check(self, dims: Sequence[int | None], count: int, name: Any) -> None:
         """Refuse rules that JAX would give the sum of the cotangents of all elements of a `jax.vmap`.
@@ -125,17 +128,16 @@ def _transpose(cotangents: Any, *args: Any, transpose: Forward, count: int, **_:
 
 def _batch(axis: Any, args: Any, dims: Any, *, batched: Batched, **params: Any) -> Any:
     """Results that depend on nothing that is mapped are not, as those of the function are not."""
-    own = batched.results(dims, params["count"], axis.name)
-    outs: list[Any] = [None] * len(own)
-    if apart := [i for i, each in enumerate(own) if not each]:
+    mapped, reached = batched.results(dims, params["count"], axis.name)
+    known: dict[int, Any] = {}
+    if apart := [i for i, each in enumerate(reached) if not each]:
         alone = [a if d is None else lax.index_in_dim(a, 0, d, keepdims=False) for a, d in zip(args, dims, strict=True)]
         found = linear_p.bind(*alone, **_part(params, apart), batched=batched.part(apart))
-        outs = [dict(zip(apart, found, strict=True)).get(i) for i in range(len(own))]
-    if together := [i for i, each in enumerate(own) if each]:
+        known |= dict(zip(apart, found, strict=True))
+    if together := [i for i, each in enumerate(reached) if each]:
         found = _together(axis, args, dims, batched.part(together), **_part(params, together))
-        known = dict(zip(together, found, strict=True))
-        outs = [known.get(i, out) for i, out in enumerate(outs)]
-    return outs, [0 if each else None for each in own]
+        known |= {i: out if mapped[i] else out[0] for i, out in zip(together, found, strict=True)}  # all are the same
+    return [known[i] for i in range(len(reached))], [0 if each else None for each in mapped]
 
 
 def _part(params: dict[str, Any], chosen: Sequence[int]) -> dict[str, Any]:

@@ -212,10 +212,10 @@ class Program:
         """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
         return self._runs[self.unseen and _LOOKED_INTO.get()]
 
-    def mapped(self, given: Sequence[bool], name: Any) -> list[bool]:
-        """Which results differ along a `jax.vmap` of this name whose arguments `given` do."""
-        first = [] if self.values is None else self.values.mapped(given, name)
-        own = [*depend(self.closed, given, name), *[True] * (self.count - len(self.closed.out_avals))]
+    def mapped(self, given: Sequence[bool], name: Any, differing: bool = True) -> list[bool]:
+        """Which results differ along a `jax.vmap` of this name whose arguments `given` do; or depend on these."""
+        first = [] if self.values is None else self.values.mapped(given, name, differing)
+        own = [*depend(self.closed, given, name, differing), *[True] * (self.count - len(self.closed.out_avals))]
         return [*first, *own[len(first) :]]
 
     def traced(self, *args: Any) -> ClosedJaxpr:

@@ -11,36 +11,47 @@ from transforms.tiling.ir.jaxprs import bodies, counts
 from transforms.tiling.primitives import has
 
 
-def depend(program: Any, given: Sequence[bool], name: Any = None) -> list[bool]:
-    """Which results of a jaxpr depend on the inputs `given`, or on where along the axis `name` they are computed."""
-    return followed(program, given, name)[1]
+def depend(program: Any, given: Sequence[bool], name: Any = None, differing: bool = False) -> list[bool]:
+    """Which results of a jaxpr depend on the inputs `given`, or on where along the axis `name` they are computed.
+
+    `differing`: which differ along that axis, if these do: not those that are sums, or other wholes, over it.
+    """
+    return followed(program, given, name, differing)[1]
 
 
-def followed(program: Any, given: Sequence[bool], name: Any = None) -> tuple[list[list[bool]], list[bool]]:
+def followed(
+    program: Any, given: Sequence[bool], name: Any = None, differing: bool = False
+) -> tuple[list[list[bool]], list[bool]]:
     """Which operands of each equation depend on them, and which results."""
     jaxpr = getattr(program, "jaxpr", program)
     found = {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
     among = lambda atoms: [not isinstance(v, Literal) and v in found for v in atoms]
     operands = []
     for eqn in jaxpr.eqns:
-        along = name is not None and any(getattr(e, "name", None) == name for e in eqn.effects)
         operands.append(among(eqn.invars))
-        results = [True] * len(eqn.outvars) if along else results_that_depend(eqn, operands[-1])
+        results = results_that_depend(eqn, operands[-1], name, differing)
         found.update(v for v, known in zip(eqn.outvars, results, strict=True) if known)
     return operands, among(jaxpr.outvars)
 
 
-def results_that_depend(eqn: Any, given: Sequence[bool]) -> list[bool]:
+def results_that_depend(eqn: Any, given: Sequence[bool], name: Any = None, differing: bool = False) -> list[bool]:
     """Which results of an equation depend on its operands `given`: those of a body each for itself."""
-    inside = given_inside(eqn, given)
+    along = name is not None and any(getattr(e, "name", None) == name for e in eqn.effects)
+    if differing and has(eqn.primitive.name, "unites") and along and eqn.params["axis_index_groups"] is None:
+        return [False] * len(eqn.outvars)
+    inside = given_inside(eqn, given, name, differing)
     chosen = "cond_jaxpr" in inside or ("branches" in inside and given[0])  # by a test, or an index
-    if not inside or chosen:
-        return [any(given)] * len(eqn.outvars)
-    found = [depend(body, own) for key, own in inside.items() for body in bodies({key: eqn.params[key]})]
+    if not inside or chosen or (along and not differing):
+        return [along or any(given)] * len(eqn.outvars)
+    found = [
+        depend(body, own, name, differing) for key, own in inside.items() for body in bodies({key: eqn.params[key]})
+    ]
     return [any(each) for each in zip(*found, strict=True)]
 
 
-def given_inside(eqn: Any, given: Sequence[bool]) -> dict[str, Sequence[bool]]:
+def given_inside(
+    eqn: Any, given: Sequence[bool], name: Any = None, differing: bool = False
+) -> dict[str, Sequence[bool]]:
     """For the parameters of an equation that hold bodies, the inputs of these that are, or depend on, `given` operands.
 
     What a loop carries depends on them sooner or later.
@@ -51,22 +62,30 @@ def given_inside(eqn: Any, given: Sequence[bool]) -> dict[str, Sequence[bool]]:
     if "body_jaxpr" in params:
         tests = params["cond_nconsts"]
         first = tests + params["body_nconsts"]
-        state = settled(params["body_jaxpr"], given[tests:first], given[first:])
+        state = settled(params["body_jaxpr"], given[tests:first], given[first:], (), name, differing)
         return {"cond_jaxpr": [*given[:tests], *state], "body_jaxpr": [*given[tests:first], *state]}
     if has(eqn.primitive.name, "steps"):
         first, carried = counts(params, eqn.invars, eqn.outvars)
         last = first + carried
-        state = settled(params["jaxpr"], given[:first], given[first:last], given[last:])
+        state = settled(params["jaxpr"], given[:first], given[first:last], given[last:], name, differing)
         given = [*given[:first], *state, *given[last:]]
     shape = len(eqn.invars), len(eqn.outvars)
     alone = {key: inner for key in params if len(inner := bodies({key: params[key]})) == 1}
     return {key: given for key, (body,) in alone.items() if (len(body.invars), len(body.outvars)) == shape}
 
 
-def settled(body: Any, constants: Sequence[bool], state: Sequence[bool], rest: Sequence[bool] = ()) -> list[bool]:
+def settled(
+    body: Any,
+    constants: Sequence[bool],
+    state: Sequence[bool],
+    rest: Sequence[bool] = (),
+    name: Any = None,
+    differing: bool = False,
+) -> list[bool]:
     """What a loop carries that depends, sooner or later, on some of its operands."""
     while True:  # at most as often as it carries values
-        after = [a or b for a, b in zip(state, depend(body, [*constants, *state, *rest]), strict=False)]
+        inside = depend(body, [*constants, *state, *rest], name, differing)
+        after = [a or b for a, b in zip(state, inside, strict=False)]
         if after == list(state):
             return after
         state = after

@@ -59,8 +59,10 @@ def _run(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
 @functools.partial(jax.jit, static_argnames=("call_jaxpr", "dims", "outs", "axis"))
 def _mapped(*args: Any, call_jaxpr: ClosedJaxpr, dims: Any, outs: Any, axis: Any) -> list[Any]:
     name, size, spread = axis
-    fn = jaxpr_as_fun(call_jaxpr)
-    return jax.vmap(fn, list(dims), list(outs), axis_name=name, axis_size=size, spmd_axis_name=spread)(*args)
+    how = {"axis_name": name, "axis_size": size, "spmd_axis_name": spread}
+    made = jax.vmap(jaxpr_as_fun(call_jaxpr), list(dims), 0, **how)(*args)
+    # What is the same for all elements is that of any, though loops may have it for each.
+    return [array if out == 0 else array[0] for array, out in zip(made, outs, strict=True)]
 
 
 def _batch(
