@@ -136,6 +136,19 @@ def test_what_a_collective_makes_the_same_for_all_is_not_mapped(name, way, float
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("outer", ["b", "c", None])
+def test_of_two_maps_of_one_name_the_inner_one_has_it(outer, float64):
+    fn = lambda x: (x * 2, lax.psum(jnp.sin(x), "b"))
+    inner = lambda fn: jax.vmap(fn, out_axes=(0, None), axis_name="b")
+    twice = lambda fn: jax.vmap(inner(fn), **({"axis_name": outer} if outer else {}))
+    loss = lambda fn: lambda x: sum(jnp.sin(o).sum() for o in twice(fn)(x))
+    x = jnp.asarray(Y.transpose(2, 0, 1))
+    for got, want in zip(twice(tile(fn, 0, 3))(x), twice(fn)(x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9)
+    for way in (jax.grad, lambda loss: lambda x: jax.jvp(loss, (x,), (jnp.cos(x),))[1]):
+        np.testing.assert_allclose(way(loss(tile(fn, 0, 3)))(x), way(loss(fn))(x), rtol=1e-9)
+
+
 @pytest.mark.parametrize("where", ["alone", "in a loop", "in a branch"])
 def test_what_depends_on_the_place_of_an_element_is_mapped(where, float64):
     """Though no argument that it is made of is."""

@@ -42,17 +42,19 @@ class Batched:
         outs: its results, of which the map gives the tangents.
         active: its inputs that the map is given the tangents of.
         first: which of the residuals is the program's first input.
+        mapped: the axes of `jax.vmap` that it has been mapped along.
     """
 
     program: Program
     outs: tuple[int, ...]
     active: tuple[int, ...]
     first: int
+    mapped: frozenset[Any] = frozenset()
 
     @property
-    def named(self) -> dict[Any, int]:
-        """The axes of `jax.vmap` that the program names."""
-        return dict(self.program.options.named)
+    def named(self) -> set[Any]:
+        """The axes of `jax.vmap` around that the program names: of two of one name it is the inner one's."""
+        return {*dict(self.program.options.named)} - self.mapped
 
     def part(self, chosen: Sequence[int]) -> Batched:
         """The same of some of the results."""
@@ -67,6 +69,7 @@ class Batched:
         given = [d is not None for d in dims[self.first : last]]
         for number, d in zip(self.active, dims[count:], strict=True):
             given[number] |= d is not None
+        name = None if name in self.mapped else name
         mapped, reached = (self.program.mapped(given, name, differing) for differing in (True, False))
         return [mapped[i] for i in self.outs], [reached[i] for i in self.outs]
 
@@ -168,7 +171,8 @@ def _together(axis: Any, args: Any, dims: Any, batched: Batched, **params: Any) 
     name = {"axis_name": axis.name} if axis.name in batched.named else {}
     forward, transpose = (jax.vmap(params[way], axes, axis_size=size, **name) for way in ("forward", "transpose"))
     avals = [stacked(a, size) for a in params["avals"]]
-    return linear(args[:count], moved[count:], forward, transpose, avals, batched)
+    further = dataclasses.replace(batched, mapped=batched.mapped | {axis.name})
+    return linear(args[:count], moved[count:], forward, transpose, avals, further)
 
 
 linear_p.def_impl(_apply)

@@ -70,9 +70,10 @@ def _batch(
 ) -> Any:
     outs = tuple(0 if found else None for found in mapped([d is not None for d in dims], axis.name))
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
-    axis = (axis.name, axis.size, axis.spmd_name)
-    made = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
-    return call(made, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, mapped, *args), outs
+    one = (axis.name, axis.size, axis.spmd_name)
+    made = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=one).jaxpr
+    around = lambda given, name: mapped(given, None if name == axis.name else name)  # the inner one of two had the name
+    return call(made, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, around, *args), outs
 
 
 def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
