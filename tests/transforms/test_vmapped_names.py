@@ -136,6 +136,23 @@ def test_what_a_collective_makes_the_same_for_all_is_not_mapped(name, way, float
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+@jax.custom_jvp
+def averaged(x):
+    return x
+
+
+averaged.defjvp(lambda primals, tangents: (primals[0], lax.pmean(tangents[0], "b")))
+
+
+def test_an_axis_that_a_rule_alone_names_is_known_within_its_map():
+    loss = lambda fn: lambda x, scale: scale * fn(lambda x: jnp.sin(averaged(x)).sum())(x)
+    x, scale = jnp.asarray(Y[:, :, 0]), jnp.arange(1.0, 4.0)
+    each = lambda fn: jax.vmap(jax.grad(loss(fn)), axis_name="b")(x, scale)
+    np.testing.assert_allclose(each(lambda f: tile(f, 0, 3)), each(lambda f: f), rtol=1e-5)
+    with pytest.raises(TileError, match=r"the rule of a derivative names it. Take the derivative within the map"):
+        jax.grad(lambda x: jax.vmap(loss(lambda f: tile(f, 0, 3)), axis_name="b")(x, scale).sum())(x)
+
+
 @pytest.mark.parametrize("outer", ["b", "c", None])
 def test_of_two_maps_of_one_name_the_inner_one_has_it(outer, float64):
     fn = lambda x: (x * 2, lax.psum(jnp.sin(x), "b"))

@@ -26,7 +26,7 @@ from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.dependence import depend
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
-from transforms.tiling.ir.errors import TileError, explained
+from transforms.tiling.ir.errors import TileError, explained, rules_explained
 from transforms.tiling.ir.graph import Graph, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import axis_names, trimmed
 from transforms.tiling.ir.loops import Schedule
@@ -246,7 +246,7 @@ class Program:
         The last `given` of its inputs are tangents or cotangents: it has those side effects that depend on them.
         """
         avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
-        with explained(), looked_into():
+        with explained(), rules_explained(), looked_into():
             closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
         closed = silence(closed, given) if given else silence_recomputed(closed)
         placements = (*self.placements, *(p for _, p in extra))

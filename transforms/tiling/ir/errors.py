@@ -68,6 +68,24 @@ def explained() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def rules_explained() -> Generator[None]:
+    """Say of an axis that nothing but the rule of a derivative names what to write.
+
+    Raises:
+        TileError: the derivative is taken outside of the `jax.vmap` that has the name.
+    """
+    try:
+        yield
+    except NameError as error:
+        if "axis name" not in str(error):
+            raise
+        raise TileError(
+            f"cannot differentiate a tiled function here: {error}\n  Its value does without that axis, and the rule of "
+            "a derivative names it. Take the derivative within the map: jax.vmap(jax.grad(fn), axis_name=...)."
+        ) from error
+
+
+@contextlib.contextmanager
 def tracing(fn: Any) -> Generator[None]:
     """Add to JAX's errors about values that nobody knows yet that it is `tile` that traces, and which function."""
     try:
