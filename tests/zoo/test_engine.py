@@ -145,11 +145,11 @@ def weather(case, dtype, width, seed, schedule):
 
 
 @pytest.mark.redundant("first")
-@pytest.mark.parametrize("first", [0, 9, 27])
+@pytest.mark.parametrize("first", [0, 9])
 @pytest.mark.parametrize("case", QUICK)
 def test_bits_do_not_depend_on_the_schedule(case, first):
     dtype, width = QUICK[case]
-    found = [weather(case, dtype, width, schedule % 3, schedule) for schedule in range(first, first + 9)]
+    found = [weather(case, dtype, width, schedule % 3, schedule) for schedule in range(first, first + 5)]
     assert [wrong for wrong, *_ in found] == [0] * len(found)
     preempted, reused = (sum(each) for each in list(zip(*found, strict=True))[1:])
     assert preempted > 0 or case in (
