@@ -256,6 +256,17 @@ def test_scalars_of_what_devices_exchange_have_cotangents_of_their_own(name, che
     assert_same(found, expected, FLOAT32)
 
 
+@pytest.mark.symbolic
+@pytest.mark.parametrize(("name", "times"), [("sum", 2), ("mean", 3)])
+def test_a_scalar_that_is_the_same_on_all_devices_has_its_gradients_with_it(name, times):
+    """Types say so; one of each device's own is computed again, where its cotangent is known."""
+    local = lambda x, w: jax.grad(tile(MIXED[name], (0, None), 3), 1)(x, w)
+    run = on_devices(local, (P("d"), P()), P(), mesh=MESH)
+    closed = jax.make_jaxpr(run)(*(jnp.asarray(a) for a in arguments()))
+    products = sum(flops(node) for node in flatten(closed).nodes)
+    assert products == pytest.approx(times * 2 * T * D * D, rel=0.01)
+
+
 @jax.custom_vjp
 def sine(x, w):
     return jnp.sin(x @ w)

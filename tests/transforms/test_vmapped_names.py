@@ -191,6 +191,73 @@ def clipped(w):
 clipped.defvjp(lambda w: (w, None), lambda _, slope: (jnp.clip(slope, -1, 1),))
 
 
+@jax.custom_jvp
+def second(x, w):
+    return w
+
+
+second.defjvp(lambda primals, tangents: (primals[1] + 0 * primals[0].sum(), tangents[1]))
+
+
+@pytest.mark.parametrize("lowmem", [False, True])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_results_are_mapped_as_those_of_the_function_whatever_derivatives_compute(lowmem, reduced, float64):
+    """A rule may make a result of more than the function does."""
+    last = lambda w: jnp.sin(w).sum() if reduced else jnp.sin(w)
+    fn = lambda x, w, v: (x @ v, last(second(x, w)))
+    loss = lambda fn: lambda w, v: sum(jnp.sin(o).sum() for o in jax.vmap(fn, (0, None, None))(jnp.asarray(Y), w, v))
+    args = jnp.arange(12.0) / 3, jnp.cos(jnp.arange(8.0)).reshape(4, 2)
+    tiled = tile(fn, (0, 0, None), 3, lowmem=lowmem)
+    both = (jax.grad(loss(f), (0, 1))(*args) for f in (tiled, fn))
+    for got, want in zip(*both, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+surrogate = jax.custom_jvp(lambda x, w: jnp.sign(w))
+surrogate.defjvp(lambda primals, tangents: (jnp.sign(primals[1]), tangents[1] * jnp.cos(primals[0]).sum()))
+
+
+summed = jax.custom_vjp(lambda x: lax.psum(x, "b"))
+summed.defvjp(lambda x: (lax.psum(x, "b"), None), lambda _, slope: (slope,))
+
+
+def test_a_rule_with_the_name_of_a_map_is_refused_outside_of_it():
+    """What tensor parallelism ends a layer with: JAX hands the rule one cotangent of the sum, not one of each."""
+    fn = lambda x: jnp.sin(summed(x)).sum()
+    x = jnp.asarray(Y[:, :, 0])
+    with pytest.raises(TileError, match=r"outside of a `jax.vmap` whose axis it names"):
+        jax.grad(lambda x: jax.vmap(tile(fn, 0, 3), axis_name="b")(x).sum())(x)
+    inside = (jax.vmap(jax.grad(f), axis_name="b")(x) for f in (tile(fn, 0, 3), fn))
+    np.testing.assert_allclose(*inside, rtol=1e-5)
+
+
+def test_a_map_may_have_the_name_of_a_mesh_axis(float64):
+    fn = lambda x: (x * jnp.tanh(lax.pmean(x, "d"))).sum()
+    loss = lambda fn: lambda x: jnp.sin(jax.vmap(fn, axis_name="d")(x)).sum()
+    with jax.set_mesh(jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        x = jnp.asarray(Y[:, :, 0])
+        np.testing.assert_allclose(jax.grad(loss(tile(fn, 0, 3)))(x), jax.grad(loss(fn))(x), rtol=1e-9)
+
+
+def test_of_no_elements_what_they_share_is_what_it_is(float64):
+    fn, w = lambda x, w: (x * w, jnp.sin(w)), jnp.arange(1.0, 13.0)
+    loss = lambda fn: lambda w: sum(o.sum() for o in jax.vmap(fn, (0, None), (0, None))(jnp.zeros((0, 12)), w))
+    found, expected = (jax.value_and_grad(loss(f))(w) for f in (tile(fn, (0, 0), 3), fn))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-9)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-9)
+
+
+def test_tangents_may_depend_on_what_values_do_not(float64):
+    """Straight-through estimators, surrogate gradients."""
+    fn = lambda x, w: (surrogate(x, w), surrogate(x, w).astype(int), jnp.sin(surrogate(x, w)).sum())
+    loss = lambda fn: lambda w: sum(jnp.sin(o * 1.0).sum() for o in jax.vmap(fn, (0, None))(jnp.asarray(Y), w))
+    w = jnp.arange(1.0, 13.0) / 3
+    for way in (jax.grad, lambda loss: jax.jit(jax.grad(loss)), jax.jacrev):
+        np.testing.assert_allclose(way(loss(tile(fn, 0, 3)))(w), way(loss(fn))(w), rtol=1e-9)
+    found, expected = (jax.jvp(loss(f), (w,), (jnp.cos(w),))[1] for f in (tile(fn, 0, 3), fn))
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
 def test_a_rule_of_what_elements_share_is_refused_outside_of_their_vmap():
     """JAX clips the sum of their cotangents once; within, each has its own."""
     fn = tile(lambda x, w: (x[:, None] * clipped(w)).sum(), (0, None), 3)
@@ -199,6 +266,9 @@ def test_a_rule_of_what_elements_share_is_refused_outside_of_their_vmap():
         jax.grad(lambda w: jax.vmap(fn, (0, None))(x, w).sum())(w)
     each = jax.vmap(jax.grad(fn, 1), (0, None))(x, w)
     np.testing.assert_allclose(each, np.clip(np.outer(x.sum(1), np.ones(3)), -1, 1), rtol=1e-6)
+    apart = tile(lambda x, w: ((x * w.sum()).sum(), clipped(w) * 2), (0, None), 3)  # of elements' own, and of none
+    found = jax.grad(lambda w: sum(o.sum() for o in jax.vmap(apart, (0, None), (0, None))(x, w)))(w)
+    np.testing.assert_allclose(found, x.sum() + 1, rtol=1e-5)
     rows = lambda fn: jax.grad(lambda x: jax.vmap(fn, (0, None))(x, w).sum())(x)  # a rule of what is mapped is its own
     np.testing.assert_allclose(rows(tile(lambda x, w: (clipped(x) * w.sum()).sum(), (0, None), 3)), np.ones_like(x))
 

@@ -18,6 +18,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     looks_up       likewise, at places that its second operand holds
     casts          the same numbers in another dtype
     level          of an array of one number everywhere, one of that number
+    apart          each result is of the operand of its number alone
     stops          passes no derivative on
     rounds         to so many bits, and cotangents too: no gradient can be scaled afterwards
     names          gives its operand the name by which a policy keeps it
@@ -74,6 +75,7 @@ dynamic_update_slice                                    | choosing exact in_plac
 layout_constraint relayout xla_metadata_value           | alias
 agreed                                                  | agreed
 cumulative                                              | running
+optimization_barrier                                    | exact apart
 copy                                                    | alias moving rescales typed rearranges level
 name                                                    | alias moving typed names
 named                                                   | alias moving typed
@@ -110,7 +112,7 @@ integer_pow square                                      | elementwise through_ze
 cos erf exp exp2 expm1 logistic one_minus_square sin
 tanh                                                    | elementwise typed
 log1p                                                   | elementwise at_minus_one typed
-optimization_barrier random_bits random_fold_in
+random_bits random_fold_in
 random_split random_unwrap random_wrap threefry2x32     | exact
 reduce_window_max reduce_window_min                     | exact beside
 stored                                                  | exact stored

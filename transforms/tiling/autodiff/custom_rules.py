@@ -18,7 +18,7 @@ from transforms.cotangents import promised
 from transforms.layout import like
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.frontend.trace import there
-from transforms.tiling.ir.dependence import followed, given_inside
+from transforms.tiling.ir.dependence import followed, given_inside, results_that_depend
 from transforms.tiling.ir.graph import Graph, Node
 from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
 from transforms.tiling.ir.walks import constant
@@ -149,13 +149,26 @@ def ruled(jaxpr: Any, active: Sequence[int]) -> bool:
 
 
 def shares(jaxpr: Any, shared: Sequence[int], mapped: Sequence[int]) -> bool:
-    """Whether a rule that may not be linear is of inputs `shared` alone, and its results meet what is `mapped` later.
+    """Whether a rule of inputs `shared` has results that are not `mapped`, and that matters.
 
-    `jax.vmap` applies it once, to the sum of the cotangents.
+    `jax.vmap` applies it to the sum of the cotangents of all elements; it may not be linear, or reads what is mapped.
     """
-    known = {id(eqn) for eqn, _ in _rules(jaxpr, mapped)}
-    alone = (rule for rule in _rules(jaxpr, shared, skip=promised) if id(rule[0]) not in known)
-    return any(_is_vjp(eqn) and not _linear(_pulled(eqn, numbers)) for eqn, numbers in alone)
+    found = {id(eqn): known for eqn, *known in _reached(jaxpr, [i in mapped for i in range(len(jaxpr.invars))])}
+    for eqn, numbers in _rules(jaxpr, shared, skip=promised):
+        reads, makes = found[id(eqn)]
+        if _is_vjp(eqn) and not makes and (reads or not _linear(_pulled(eqn, numbers))):
+            return True
+    return False
+
+
+def _reached(jaxpr: Any, given: Sequence[bool]) -> Iterator[tuple[Any, bool, bool]]:
+    """Each equation, those of bodies too: whether it reads what depends on inputs `given`, and makes what does."""
+    for eqn, own in zip(jaxpr.eqns, followed(jaxpr, given)[0], strict=True):
+        yield eqn, any(own), any(results_that_depend(eqn, own))
+        inside = given_inside(eqn, own)
+        for key, param in eqn.params.items():
+            for inner in bodies({key: param}):
+                yield from _reached(inner, inside.get(key, [any(own)] * len(inner.invars)))
 
 
 def _itself(eqn: Any, numbers: Sequence[int]) -> bool:

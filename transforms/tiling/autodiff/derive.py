@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -21,8 +20,11 @@ from jax.interpreters import ad, batching, mlir
 from transforms.layout import stacked, typed
 from transforms.tiling.autodiff.custom_rules import has_custom_vjp, shares
 from transforms.tiling.autodiff.program import Program
+from transforms.tiling.ir.dependence import UNNAMED
 from transforms.tiling.ir.errors import TileError
+from transforms.tiling.ir.jaxprs import reaching
 from transforms.tiling.lower import atomic
+from transforms.tiling.lower.atomic import any_of
 from transforms.tiling.primitives import LINEAR
 
 # ------------------------------------------------------------------------------------- a linear map with a transpose
@@ -69,7 +71,7 @@ class Batched:
         given = [d is not None for d in dims[self.first : last]]
         for number, d in zip(self.active, dims[count:], strict=True):
             given[number] |= d is not None
-        name = None if name in self.mapped else name
+        name = UNNAMED if name in self.mapped else name
         mapped, reached = (self.program.mapped(given, name, differing) for differing in (True, False))
         return [mapped[i] for i in self.outs], [reached[i] for i in self.outs]
 
@@ -79,7 +81,8 @@ class Batched:
         Raises:
             TileError: the program has one.
         """
-        jaxpr, last = self.program.closed.jaxpr, self.first + len(self.program.closed.in_avals)
+        closed = self.program.closed
+        jaxpr, last = reaching(closed.jaxpr, self.outs), self.first + len(closed.in_avals)
         shared = [i for i, d in zip(self.active, dims[count:], strict=True) if d is None]
         mapped = [i for i, d in enumerate(dims[self.first : last]) if d is not None]
         named = name in self.named and has_custom_vjp(jaxpr, self.active)
@@ -134,12 +137,14 @@ def _batch(axis: Any, args: Any, dims: Any, *, batched: Batched, **params: Any) 
     mapped, reached = batched.results(dims, params["count"], axis.name)
     known: dict[int, Any] = {}
     if apart := [i for i, each in enumerate(reached) if not each]:
-        alone = [a if d is None else lax.index_in_dim(a, 0, d, keepdims=False) for a, d in zip(args, dims, strict=True)]
+        alone = [a if d is None else any_of(jnp.moveaxis(a, d, 0)) for a, d in zip(args, dims, strict=True)]
         found = linear_p.bind(*alone, **_part(params, apart), batched=batched.part(apart))
         known |= dict(zip(apart, found, strict=True))
     if together := [i for i, each in enumerate(reached) if each]:
         found = _together(axis, args, dims, batched.part(together), **_part(params, together))
-        known |= {i: out if mapped[i] else out[0] for i, out in zip(together, found, strict=True)}  # all are the same
+        known |= {
+            i: out if mapped[i] else any_of(out) for i, out in zip(together, found, strict=True)
+        }  # all are the same
     return [known[i] for i in range(len(reached))], [0 if each else None for each in mapped]
 
 

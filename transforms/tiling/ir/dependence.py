@@ -10,9 +10,11 @@ from jax.extend.core import Literal
 from transforms.tiling.ir.jaxprs import bodies, counts
 from transforms.tiling.primitives import has
 
+UNNAMED = object()  # an axis of a `jax.vmap` whose name, if it has one, means another one
+
 
 def depend(program: Any, given: Sequence[bool], name: Any = None, differing: bool = False) -> list[bool]:
-    """Which results of a jaxpr depend on the inputs `given`, or on where along the axis `name` they are computed.
+    """Which results of a jaxpr depend on the inputs `given`; or, with their tangents, on where along the axis `name`.
 
     `differing`: which differ along that axis, if these do: not those that are sums, or other wholes, over it.
     """
@@ -37,15 +39,18 @@ def followed(
 def results_that_depend(eqn: Any, given: Sequence[bool], name: Any = None, differing: bool = False) -> list[bool]:
     """Which results of an equation depend on its operands `given`: those of a body each for itself."""
     along = name is not None and any(getattr(e, "name", None) == name for e in eqn.effects)
-    if differing and has(eqn.primitive.name, "unites") and along and eqn.params["axis_index_groups"] is None:
+    if differing and has(eqn.primitive.name, "unites") and along:
         return [False] * len(eqn.outvars)
+    if name is not None and eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
+        return [along or any(given)] * len(eqn.outvars)  # a rule may read what the function does not
+    if has(eqn.primitive.name, "apart"):
+        return list(given)
     inside = given_inside(eqn, given, name, differing)
-    chosen = "cond_jaxpr" in inside or ("branches" in inside and given[0])  # by a test, or an index
-    if not inside or chosen or (along and not differing):
+    test = "cond_jaxpr" in inside and depend(eqn.params["cond_jaxpr"], inside["cond_jaxpr"], name, differing)[0]
+    if not inside or test or ("branches" in inside and given[0]) or (along and not differing):  # given[0] is the index
         return [along or any(given)] * len(eqn.outvars)
-    found = [
-        depend(body, own, name, differing) for key, own in inside.items() for body in bodies({key: eqn.params[key]})
-    ]
+    makes = [(eqn.params[key], own) for key, own in inside.items() if key != "cond_jaxpr"]
+    found = [depend(body, own, name, differing) for param, own in makes for body in bodies({"": param})]
     return [any(each) for each in zip(*found, strict=True)]
 
 

@@ -67,6 +67,11 @@ def trimmed(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, closed.consts)
 
 
+def reaching(jaxpr: Jaxpr, outs: Sequence[int]) -> Jaxpr:
+    """The part of a program that makes the results of these numbers, of all its inputs."""
+    return pe.dce_jaxpr(jaxpr, [i in outs for i in range(len(jaxpr.outvars))], instantiate=True)[0]
+
+
 def counts(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried, by its parameters, operands and results."""
     (jaxpr,) = bodies({"jaxpr": params["jaxpr"]})

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from transforms.layout import TOGETHER, full
+from transforms.tiling.ir.dependence import UNNAMED
 
 
 class Atomic(Primitive):
@@ -60,9 +62,15 @@ def _run(*args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
 def _mapped(*args: Any, call_jaxpr: ClosedJaxpr, dims: Any, outs: Any, axis: Any) -> list[Any]:
     name, size, spread = axis
     how = {"axis_name": name, "axis_size": size, "spmd_axis_name": spread}
-    made = jax.vmap(jaxpr_as_fun(call_jaxpr), list(dims), 0, **how)(*args)
+    axes = [0 if out == 0 or size else None for out in outs]
+    made = jax.vmap(jaxpr_as_fun(call_jaxpr), list(dims), axes, **how)(*args)
     # What is the same for all elements is that of any, though loops may have it for each.
-    return [array if out == 0 else array[0] for array, out in zip(made, outs, strict=True)]
+    return [array if out == 0 or not size else any_of(array) for array, out in zip(made, outs, strict=True)]
+
+
+def any_of(arrays: Any) -> Any:
+    """One of equal arrays; of none, zeros."""
+    return arrays[0] if len(arrays) else jnp.zeros(arrays.shape[1:], arrays.dtype)
 
 
 def _batch(
@@ -72,7 +80,9 @@ def _batch(
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     one = (axis.name, axis.size, axis.spmd_name)
     made = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=one).jaxpr
-    around = lambda given, name: mapped(given, None if name == axis.name else name)  # the inner one of two had the name
+    around = lambda given, name: mapped(
+        given, UNNAMED if name == axis.name else name
+    )  # the inner one of two had the name
     return call(made, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, around, *args), outs
 
 
