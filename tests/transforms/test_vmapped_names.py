@@ -247,9 +247,11 @@ def test_of_no_elements_what_they_share_is_what_it_is(float64):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-9)
 
 
-def test_tangents_may_depend_on_what_values_do_not(float64):
+@pytest.mark.parametrize("results", [2, 3])
+def test_tangents_may_depend_on_what_values_do_not(results, float64):
     """Straight-through estimators, surrogate gradients."""
-    fn = lambda x, w: (surrogate(x, w), surrogate(x, w).astype(int), jnp.sin(surrogate(x, w)).sum())
+    several = lambda x, w: (surrogate(x, w), surrogate(x, w).astype(int), jnp.sin(surrogate(x, w)).sum())
+    fn = several if results == 3 else lambda x, w: several(x, w)[1:]  # one that is differentiated: with its gradients
     loss = lambda fn: lambda w: sum(jnp.sin(o * 1.0).sum() for o in jax.vmap(fn, (0, None))(jnp.asarray(Y), w))
     w = jnp.arange(1.0, 13.0) / 3
     for way in (jax.grad, lambda loss: jax.jit(jax.grad(loss)), jax.jacrev):
@@ -258,12 +260,19 @@ def test_tangents_may_depend_on_what_values_do_not(float64):
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+through = jax.custom_vjp(lambda x, w: w)
+through.defvjp(lambda x, w: (w, x.sum()), lambda total, slope: (None, slope * total))
+
+
 def test_a_rule_of_what_elements_share_is_refused_outside_of_their_vmap():
     """JAX clips the sum of their cotangents once; within, each has its own."""
     fn = tile(lambda x, w: (x[:, None] * clipped(w)).sum(), (0, None), 3)
     x, w = Y[:, :, 0], jnp.arange(3.0)
-    with pytest.raises(TileError, match=r"a `jax.custom_vjp` rule, of which elements share the cotangents"):
-        jax.grad(lambda w: jax.vmap(fn, (0, None))(x, w).sum())(w)
+    reads = tile(lambda x, w: (x[:, None] * through(x, w)).sum(), (0, None), 3)
+    beside = lambda x, w: (lambda x, w: x[:, None] * clipped(w))(*lax.optimization_barrier((x, w))).sum()
+    for one in (fn, reads, tile(beside, (0, None), 3)):
+        with pytest.raises(TileError, match=r"a `jax.custom_vjp` rule, of which elements share the cotangents"):
+            jax.grad(lambda w, one=one: jax.vmap(one, (0, None))(x, w).sum())(w)
     each = jax.vmap(jax.grad(fn, 1), (0, None))(x, w)
     np.testing.assert_allclose(each, np.clip(np.outer(x.sum(1), np.ones(3)), -1, 1), rtol=1e-6)
     apart = tile(lambda x, w: ((x * w.sum()).sum(), clipped(w) * 2), (0, None), 3)  # of elements' own, and of none
