@@ -254,8 +254,9 @@ def test_tangents_may_depend_on_what_values_do_not(results, float64):
     fn = several if results == 3 else lambda x, w: several(x, w)[1:]  # one that is differentiated: with its gradients
     loss = lambda fn: lambda w: sum(jnp.sin(o * 1.0).sum() for o in jax.vmap(fn, (0, None))(jnp.asarray(Y), w))
     w = jnp.arange(1.0, 13.0) / 3
-    for way in (jax.grad, lambda loss: jax.jit(jax.grad(loss)), jax.jacrev):
-        np.testing.assert_allclose(way(loss(tile(fn, 0, 3)))(w), way(loss(fn))(w), rtol=1e-9)
+    for way in (jax.value_and_grad, lambda loss: jax.jit(jax.value_and_grad(loss)), jax.jacrev):
+        for got, want in zip(*(jax.tree.leaves(way(loss(f))(w)) for f in (tile(fn, 0, 3), fn)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-9)
     found, expected = (jax.jvp(loss(f), (w,), (jnp.cos(w),))[1] for f in (tile(fn, 0, 3), fn))
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
