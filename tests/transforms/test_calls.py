@@ -362,3 +362,9 @@ def test_loops_of_equinox_are_opened(kind, mapped, float64):
     args = jnp.sin(jnp.arange(72.0)).reshape(12, 6), jnp.cos(jnp.arange(36.0)).reshape(6, 6)
     found, expected = (jax.value_and_grad(fn, (0, 1))(*args) for fn in (tile(loss, (0, None), 4), loss))
     assert_same(found, expected, FLOAT64)
+
+
+def test_a_jaxpr_is_printed_without_the_programs_that_it_knows():
+    for fn in (tile(head, (0, None), 3), jax.grad(tile(head, (0, None), 3))):
+        text = str(jax.make_jaxpr(lambda x, w, fn=fn: jax.jvp(fn, (x, w), (x, w)))(X, W))
+        assert "Program(" not in text and "placements" not in text

@@ -35,7 +35,7 @@ linear_p.multiple_results = True
 Forward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # jaxprs that hold one are printed without its program
 class Batched:
     """What `jax.vmap` has to know of a linear map: the program that it is the derivative of.
 
@@ -195,8 +195,8 @@ def call(program: Program, *args: Any) -> list[Any]:
 
     @jax.custom_jvp
     def value(*args: Any) -> tuple[Any, ...]:
-        again = lambda *args: call(program, *args)
-        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, program.mapped, *args))
+        again, mapped = lambda *args: call(program, *args), lambda given, name: program.mapped(given, name)
+        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, mapped, *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
