@@ -231,6 +231,7 @@ def test_a_rule_with_the_name_of_a_map_is_refused_outside_of_it():
     np.testing.assert_allclose(*inside, rtol=1e-5)
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="newer versions of JAX refuse it untiled too")
 def test_a_map_may_have_the_name_of_a_mesh_axis(float64):
     fn = lambda x: (x * jnp.tanh(lax.pmean(x, "d"))).sum()
     loss = lambda fn: lambda x: jnp.sin(jax.vmap(fn, axis_name="d")(x)).sum()
