@@ -331,7 +331,8 @@ class Meter:
         if record.grad_norm != 0 or self._rested:
             return None
         self._rested = True
-        return f"  note: the gradient of step {record.step} is zero: its loss does not depend on what is trained"
+        why = "if it stays so, the loss does not depend on what is trained"
+        return f"  note: the gradient of step {record.step} is zero: {why}"
 
     def _not_finite(self, record: Record) -> tuple[bool, str]:
         """Keep the batch at fault; return whether training stops, and what is said.

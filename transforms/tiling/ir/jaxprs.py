@@ -36,9 +36,8 @@ def axis_names(params: dict[str, Any]) -> frozenset[Any]:
     named = [params.get(key, ()) for key in ("axes", "axis_name")]
     own = {name for some in named for name in (some if isinstance(some, tuple) else (some,))}
     inside = frozenset().union(*(axis_names(eqn.params) for inner in bodies(params) for eqn in inner.eqns))
-    return frozenset(name for name in own if not isinstance(name, numbers.Integral | None)) | inside - {
-        *params.get("newly_manual_axes", ())
-    }
+    inside -= {*params.get("newly_manual_axes", ())}  # which a `jax.shard_map` has for its body alone
+    return inside.union(name for name in own if not isinstance(name, numbers.Integral | None))
 
 
 def rewritten(param: Any, change: Callable[[Any], Sequence[Any]]) -> Any:

@@ -80,9 +80,8 @@ def _batch(
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     one = (axis.name, axis.size, axis.spmd_name)
     made = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=one).jaxpr
-    around = lambda given, name: mapped(
-        given, UNNAMED if name == axis.name else name
-    )  # the inner one of two had the name
+    # Of two maps of one name it is the inner one's.
+    around = lambda given, name: mapped(given, UNNAMED if name == axis.name else name)
     return call(made, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, around, *args), outs
 
 
@@ -111,21 +110,16 @@ def _eliminate(used: list[bool], *last: Any) -> Any:
     read, made = pe.dce_jaxpr_closed_call_rule(used, *last)
     if made is None or (all(used) and all(read)):
         return read, made
-    whole, avals, mapped = (eqn.params[key] for key in ("differentiable", "call_jaxpr", "mapped"))
-    avals = avals.in_avals
+    whole, mapped, avals = eqn.params["differentiable"], eqn.params["mapped"], eqn.params["call_jaxpr"].in_avals
+    needed = lambda results: [one for one, own in zip(results, used, strict=True) if own]
 
     def rest(*args: Any) -> list[Any]:
         given = iter(args)
-        outs = whole(*(next(given) if own else _zeros(aval) for own, aval in zip(read, avals, strict=True)))
-        return [out for out, own in zip(outs, used, strict=True) if own]
+        return needed(whole(*(next(given) if own else _zeros(aval) for own, aval in zip(read, avals, strict=True))))
 
     def left(given: Sequence[bool], name: Any) -> list[bool]:
         known = iter(given)
-        return [
-            one
-            for one, own in zip(mapped([next(known) if own else False for own in read], name), used, strict=True)
-            if own
-        ]
+        return needed(mapped([own and next(known) for own in read], name))
 
     return read, made.replace(params={**made.params, "differentiable": rest, "mapped": left})
 
