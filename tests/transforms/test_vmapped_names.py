@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from tests.transforms.test_rounding import assert_right, untiled
 from transforms import TileError, tile
 
 pytestmark = pytest.mark.symbolic
@@ -282,6 +283,32 @@ def test_a_rule_of_what_elements_share_is_refused_outside_of_their_vmap():
     np.testing.assert_allclose(found, x.sum() + 1, rtol=1e-5)
     rows = lambda fn: jax.grad(lambda x: jax.vmap(fn, (0, None))(x, w).sum())(x)  # a rule of what is mapped is its own
     np.testing.assert_allclose(rows(tile(lambda x, w: (clipped(x) * w.sum()).sum(), (0, None), 3)), np.ones_like(x))
+
+
+# Of rows [3, 12, 4]: each element's scalar, what all of them share, and what is the same for all.
+IN_FLOAT32 = {
+    "norm": lambda fn: lambda y: jnp.sin(jax.vmap(fn(lambda h: nll(normed(h))), axis_name="b")(y)).sum(),
+    "shared": lambda fn: lambda y: jnp.sin(jax.vmap(fn(lambda x, h: (h**2).sum()), (0, None))(y, y[0])).sum(),
+    "mean": lambda fn: (
+        lambda y: sum(
+            jnp.sin(o).sum()
+            for o in jax.vmap(fn(lambda h: (normed(h), lax.pmean(jnp.tanh(h), "b"))), 0, (0, None), axis_name="b")(y)
+        )
+    ),
+}
+
+
+def nll(h):
+    return jax.nn.logsumexp(h @ jnp.asarray(W, h.dtype), -1).mean()
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_float32_is_as_close_to_float64_as_untiled(name):
+    """At the compiler's own flags, as people run it."""
+    tiled, fn = (IN_FLOAT32[name](each) for each in (lambda fn: tile(fn, 0, 3), lambda fn: fn))
+    args = (jnp.asarray(Y, jnp.float32),)
+    assert_right(tiled, args, untiled(fn, args))
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])
