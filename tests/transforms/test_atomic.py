@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
 from tests import quick
@@ -102,6 +103,16 @@ def test_vmap_maps_only_what_depends_on_what_is_mapped():
     fn = tile(lambda x, w: (x @ w, (w * w).sum()), (0, None), 2)
     outs = jax.eval_shape(jax.vmap(fn, (0, None), out_axes=(0, None)), jnp.ones((3, 4, 2)), jnp.ones((2, 2)))
     assert [o.shape for o in outs] == [(3, 4, 2), ()]
+
+
+def test_what_is_left_of_a_call_is_mapped_as_it_was():
+    three = tile(lambda x, w: (x @ w, (w * w).sum(), x.sum(1)), (0, None), 2)
+    x, w = jnp.arange(24.0).reshape(3, 4, 2), jnp.arange(4.0).reshape(2, 2)
+    closed = jax.make_jaxpr(three)(x[0], w)
+    used, _ = pe.dce_jaxpr(closed.jaxpr, [False, True, True], instantiate=True)
+    squares, sums = jax.vmap(jaxpr_as_fun(ClosedJaxpr(used, closed.consts)), (0, None), [None, 0])(x, w)
+    np.testing.assert_allclose(squares, 14.0)
+    np.testing.assert_allclose(sums, x.sum(2))
 
 
 def test_what_jax_writes_in_simpler_equations_when_it_lowers_runs():
