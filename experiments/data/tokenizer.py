@@ -196,7 +196,7 @@ class Folder:
     def _stops(self, path: Path, eos: str | None) -> tuple[int, ...]:
         """Collect what ends a text: ids of the generation config, or the model's; and the tokenizer's own end."""
         named = read_json(path / GENERATION).get("eos_token_id")
-        named = read_json(path / "config.json").get("eos_token_id") if named is None else named
+        named = _of_model(path).get("eos_token_id") if named is None else named
         found = [*named] if isinstance(named, list) else [named]
         return tuple(sorted({i for i in (*found, self._id(eos)) if isinstance(i, int)}))
 
@@ -348,10 +348,18 @@ def open_tokenizer(path: str | Path | None, weights: str | Path | None = None) -
 
 def _vocabulary(folder: Path) -> int:
     """Return how many words the weights of a folder know; 0 where it does not say."""
+    found = _of_model(folder).get("vocab_size")
+    return found if isinstance(found, int) else 0
+
+
+def _of_model(folder: Path) -> dict[str, Any]:
+    """Return what a folder's `config.json` says, of its text part too, which transformers writes within."""
     raw = read_json(folder / "config.json")
     inner = raw.get("text_config")
-    found = {**(inner if isinstance(inner, dict) else {}), **raw}.get("vocab_size")
-    return found if isinstance(found, int) else 0
+    return {
+        **(inner if isinstance(inner, dict) else {}),
+        **{key: value for key, value in raw.items() if value is not None},
+    }
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int, folder: Path) -> Folder:

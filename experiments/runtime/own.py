@@ -52,6 +52,9 @@ TRACED = (
     "It is traced once, as jax.jit does, and the values of arrays are not known then: write jnp.where or jax.lax.cond "
     "for an `if`, jnp for numpy, and leave out float(), int() and bool()."
 )
+MEASURED = (
+    "A step gives it gradients, its state and parameters, and no function to measure: take one without a line search"
+)
 SPREAD = (
     "Logits are spread over the vocabulary here, and one device has a label's: pick it by comparison, "
     "jnp.where(jnp.arange(logits.shape[-1]) == labels[..., None], logits, 0).sum(-1), or use a mesh that does not cut "
@@ -161,8 +164,16 @@ def _architecture(folder: Path, said: str, remedy: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def _in_words(failed: str, spread: Callable[[], bool] = lambda: False) -> Generator[None, None, None]:
-    """Say in a sentence what a user's code raises, and at which of its lines; `spread`: whether its logits are."""
+def _in_words(
+    failed: str, spread: Callable[[], bool] = lambda: False, missing: str = ""
+) -> Generator[None, None, None]:
+    """Say in a sentence what a user's code raises, and at which of its lines.
+
+    Args:
+        failed: the beginning of the sentence.
+        spread: whether its logits are.
+        missing: the remedy where it asks for an argument by name that it is not given.
+    """
     try:
         yield
     except (OwnError, TileError):
@@ -174,6 +185,8 @@ def _in_words(failed: str, spread: Callable[[], bool] = lambda: False) -> Genera
         said = next(iter(str(error).strip().splitlines()), found.line if found else None) or "it says no more"
         traced = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
         remedy = f" {TRACED}" if traced else ""
+        if missing and isinstance(error, TypeError) and "required keyword-only argument" in said:
+            remedy = f". {missing}"
         if type(error).__name__ == "ShardingTypeError" and spread():  # which has no public name
             remedy = f". {SPREAD}"
         raise OwnError(f"{failed}{where}: {type(error).__name__}: {said}{remedy}") from error
@@ -392,7 +405,7 @@ def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTrans
             f"cannot use optimizer.fn={config.fn}: it must return an optax.GradientTransformation, not "
             f"{type(made).__name__}"
         )
-    told = _in_words(failed)
+    told = _in_words(failed, missing=MEASURED)
     return made._replace(init=told(made.init), update=told(made.update))
 
 

@@ -437,7 +437,10 @@ def _tool_name(tool: Any, i: int) -> str | None:
 
 
 def _sampling(read: _Body, said: Mapping[str, Any]) -> Sampling:
-    numbers = {name: read.get(name, "a number") for name in _SAMPLING[:-2] if name != "top_k"}
+    bounds = dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2))
+    numbers = {
+        name: read.get(name, "a number", None, *bounds.get(name, ())) for name in _SAMPLING[:-2] if name != "top_k"
+    }
     found: dict[str, Any] = {**said, **{name: value for name, value in numbers.items() if value is not None}}
     seed = read.get("seed", "a whole number", None, -(2**63), 2**63)
     found["seed"] = uuid.uuid4().int & 0xFFFFFFFF if seed is None else seed

@@ -332,6 +332,7 @@ RAISE = {
     "objective={}:takes": "it calls a number 'grad_norm'; .* none of loss, grad_norm, which are the run's",
     "optimizer={}:in_update": r"optimizer.fn=.*in_update failed at .*own.py:\d+: ZeroDivisionError",
     "optimizer=optax:sgd optimizer.kwargs.momentum=abc": "optimizer.fn=optax:sgd failed: TypeError: ",
+    "optimizer=optax:lbfgs": "optimizer.fn=optax:lbfgs failed: TypeError: .*: take one without a line search",
     "optimizer={}:raises optimizer.learning_rate=1": r"optimizer.fn=.*raises failed at .*own.py:\d+: ZeroDivision",
     "data={}:raises": r"data.fn=.*raises failed at .*own.py:\d+: ZeroDivisionError",
     "data={}:stops": r"data.fn=.*stops failed at .*own.py:\d+: OSError: no disk",

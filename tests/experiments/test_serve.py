@@ -258,6 +258,11 @@ BAD = {
     "ids": (b'{"prompt": [1, 999]}', 400, "token id 999"),
     "temperature": (b'{"prompt": "x", "temperature": -1}', 400, "temperature=-1: it must be 0, or from"),
     "type": (b'{"prompt": "x", "n": true}', 400, "`n` must be a whole number between 1 and 64, not True"),
+    "penalty": (
+        b'{"prompt": "x", "presence_penalty": 5}',
+        400,
+        "`presence_penalty` must be a number between -2 and 2, not 5",
+    ),
     "huge id": (b'{"prompt": [1, 99999999999999999999999]}', 400, "token id 99999999999999999999999"),
     "bias": (b'{"prompt": "x", "logit_bias": {"1000": 1}}', 400, "token id 1000"),
     "bias of nothing": (b'{"prompt": "x", "logit_bias": {"5": 1e99}}', 400, "cannot sample with logit_bias"),

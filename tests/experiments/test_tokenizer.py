@@ -195,6 +195,14 @@ def test_chat_templates_cannot_leave_their_sandbox(folder, tmp_path, template):
         open_tokenizer(tmp_path).chat.render(MESSAGES)
 
 
+def test_what_ends_a_text_may_stand_in_the_text_part(folder, tmp_path):
+    """Of the model's settings, as transformers 5 writes them; what stands outside counts first."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for raw, stops in (({}, (5, 6)), ({"eos_token_id": 7}, (7,)), ({"eos_token_id": None}, (5, 6))):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": {"eos_token_id": [6, 5]}}))
+        assert open_tokenizer(tmp_path).stops == stops
+
+
 def test_special_tokens_that_older_folders_name_apart_are_read(folder, tmp_path):
     """In templates too, which name all four; a template that does not is the same as before."""
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())

@@ -57,6 +57,9 @@ def test_save_carries_the_sources_tokenizer_and_token_ids(folder, tmp_path):
     (folder / "tokenizer.json").write_text('{"a": 1}')
     (folder / "chat_template.jinja").write_text("{{ x }}")
     (folder / "README.md").write_text("no")
+    (folder / "modules.json").write_text("[]")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ y }}")
     raw = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 107], "pad_token_id": 3}
@@ -69,6 +72,8 @@ def test_save_carries_the_sources_tokenizer_and_token_ids(folder, tmp_path):
         "tokenizer.json",
         "chat_template.jinja",
         "additional_chat_templates/tool_use.jinja",
+        "modules.json",
+        "1_Pooling/config.json",
     }
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"], written["bos_token_id"]) == ([1, 107], 3, 2)
@@ -76,6 +81,16 @@ def test_save_carries_the_sources_tokenizer_and_token_ids(folder, tmp_path):
     save(load(folder), folder, source=folder)  # onto itself
     assert (folder / "tokenizer.json").read_text() == '{"a": 1}'
     assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ y }}"
+
+
+def test_ids_of_the_text_part_are_kept(tmp_path):
+    folder = hf_tiny.write("gemma3", tmp_path)
+    _as_multimodal(folder, "language_model.")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"] |= {"eos_token_id": [1, 107]}
+    (folder / "config.json").write_text(json.dumps({key: raw[key] for key in raw if not key.endswith("token_id")}))
+    save(load(folder), tmp_path / "out", source=folder)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [1, 107]
 
 
 # --- multimodal folders, indices, meshes ----------------------------------------------------------------------------

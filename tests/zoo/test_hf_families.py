@@ -222,8 +222,8 @@ def test_of_two_keys_that_say_one_thing_the_one_counts_that_transformers_hears()
 
 
 def test_a_list_of_layers_that_are_all_alike_may_say_so():
-    raw = CASES["mistral"] | {"layer_types": ["sliding_attention"] * 3}
-    assert from_hf(raw) == from_hf(CASES["mistral"])
+    raw = CASES["mixtral"] | {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3}
+    assert from_hf(raw) == from_hf(CASES["mixtral"] | {"sliding_window": 4})
     with pytest.raises(ValueError, match=r"`layer_types`=.* is not supported, only \['sliding_attention'"):
         from_hf(raw | {"layer_types": ["full_attention"] * 3})
     assert from_hf(raw | {"sliding_window": None, "layer_types": ["full_attention"] * 3}).window is None
@@ -405,6 +405,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "`text_config` must be an object of model_type='mistral' or 'ministral3' or 'mistral4', and is 'llama'",
     ),
     "an unknown outer key": (GEMMA_3_4B, {"audio_config": {}}, "`audio_config` is not known"),
+    "a stretch by its older name": (
+        CASES["olmo3"],
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "says `type`, which versions of transformers read differently: say `rope_type`",
+    ),
     "a list for a type": (LLAMA_3_2_1B, {"model_type": ["llama"]}, "model_type=['llama'], and this zoo loads"),
 }
 
@@ -414,6 +419,22 @@ def test_what_is_not_understood_is_refused(name):
     raw, change, words = REFUSED[name]
     with pytest.raises(ValueError, match=re.escape(words)):
         from_hf(raw | change)
+
+
+@pytest.mark.parametrize("last", ["sliding_attention", "full_attention"])
+def test_a_mistral_that_lists_its_layers_is_a_ministral(last):
+    """As transformers 5 opens it, whichever they are."""
+    raw = CASES["mistral"] | {"layer_types": ["full_attention", "sliding_attention", last]}
+    assert from_hf(raw) == from_hf(raw | {"model_type": "ministral"})
+    assert to_hf(from_hf(raw), "float32")["layer_types"] == raw["layer_types"]
+
+
+def test_a_window_that_no_layer_has_is_written_as_a_number():
+    """transformers makes its mask."""
+    config = from_hf(CASES["gemma2_gqa"] | {"layer_types": ["full_attention"] * 4})
+    written = to_hf(config, "float32")
+    assert config.window is None and written["sliding_window"] == config.context_length
+    assert from_hf(written) == config
 
 
 @pytest.mark.parametrize("word", dialect.ACTIVATIONS)

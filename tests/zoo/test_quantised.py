@@ -471,6 +471,56 @@ def test_what_is_not_read_is_refused_by_name(name, tmp_path):
         load(folder)
 
 
+_GROUP = {"num_bits": 4, "group_size": 16}
+CONTRADICTIONS = {
+    "larger blocks": (
+        "fp8 by blocks",
+        {"weight_block_size": [64, 32]},
+        r"scale_inv` has shape \[2, 3\].*\[1, 2\] scales",
+    ),
+    "smaller blocks": ("fp8 by blocks", {"weight_block_size": [16, 16]}, r"has shape \[2, 3\].*or \[3, 3\] scales"),
+    "no blocks": ("fp8 by blocks", {"weight_block_size": None}, "whose blocks are rows: mend the settings"),
+    "more bits": (
+        "packed",
+        {"config_groups": {"a": {"weights": _GROUP | {"num_bits": 8}}}},
+        "has 6 words of 32 bits for each 48 numbers, .* type=int of num_bits=8: mend",
+    ),
+    "floats": ("packed", {"config_groups": {"a": {"weights": _GROUP | {"type": "float"}}}}, "type=float of num_bits=4"),
+    "larger groups": (
+        "packed",
+        {"config_groups": {"a": {"weights": _GROUP | {"group_size": 32}}}},
+        "q_proj.weight` has scales of 3 groups of 48 inputs, .* group_size=32: mend",
+    ),
+    "larger groups of gptq": ("gptq", {"group_size": 32}, "scales of 3 groups of 48 inputs, .* group_size=32"),
+    "zeros": (
+        "packed",
+        {"config_groups": {"a": {"weights": _GROUP | {"symmetric": False}}}},
+        "q_proj.weight` has no weight_zero_point, .* symmetric=false",
+    ),
+    "rotations": (
+        "packed",
+        {"transform_config": {"config_groups": {"R4": {}}}},
+        "transform_config, which rotates them",
+    ),
+    "gaps": ("packed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format='sparse-24-bitmask' is not"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_settings_that_contradict_the_tensors_are_refused_by_name(name, tmp_path):
+    kind, change, words = CONTRADICTIONS[name]
+    encode, settings = FORMATS[kind]
+    folder, module = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
+    own, _ = encode(module, 48, 48)
+    whole = lambda held: {name: array for name, array in held.items() if name not in own and name != f"{module}.weight"}
+    _rewrite(folder, lambda held: whole(held) | own, settings)
+    load(folder)
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings | change}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
 def test_a_matrix_without_one_of_its_parts_is_refused_by_name(tmp_path):
     folder, name = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
     own, _ = awq(name, 48, 48)
@@ -493,6 +543,18 @@ def test_settings_of_model_optimizer_may_be_in_a_file_of_their_own(tmp_path):
     (folder / "config.json").write_text(json.dumps(raw))
     told = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": {"quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(told))
+    assert eqx.tree_equal(load(folder, quantise="as_stored"), expected)
+
+
+def test_settings_may_be_those_of_the_text_part(tmp_path):
+    """As Kimi K2.5's are."""
+    folder = hf_tiny.write("gemma3", tmp_path)
+    zoo.save(quantise(load(folder), "int8", to_be_saved=True), folder)
+    expected = load(folder, quantise="as_stored")
+    text = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" in text
+    raw = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "mm_tokens_per_image": 256}
+    (folder / "config.json").write_text(json.dumps(raw))
     assert eqx.tree_equal(load(folder, quantise="as_stored"), expected)
 
 

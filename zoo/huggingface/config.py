@@ -22,6 +22,7 @@ for _family in FAMILIES.values():
     for _name, _one in _family.dialects.items():
         ARCHITECTURES.setdefault(_name, []).append((_family, _one))
 # Files that hold a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
+_LISTED = {"mistral": "ministral"}  # what transformers takes those for that list their layers' types
 _OUTERS = {one.outer for found in ARCHITECTURES.values() for _, one in found} - {None}
 _OUTER = frozenset(
     """
@@ -43,6 +44,7 @@ def from_hf(raw: dict[str, Any]) -> Config:
     name, problems = raw.get("model_type"), []
     if isinstance(name, str) and name in _OUTERS:
         name, raw = _text_part(raw, name, problems)
+    name = _LISTED.get(str(name), name) if "layer_types" in raw else name
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(map(repr, ARCHITECTURES))
         raise ValueError(f"config.json says model_type={name!r}, and this zoo loads {known}.")

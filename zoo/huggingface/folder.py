@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,13 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise refusal(folder, f"{name} must hold a JSON object.")
     return raw
+
+
+def said(raw: Mapping[str, Any], *keys: str) -> Any:
+    """Return the first of some keys that a `config.json` holds: of the whole model, or else in its text part."""
+    inner = raw.get("text_config")
+    parts = (raw, inner if isinstance(inner, dict) else {})
+    return next((part[key] for part in parts for key in keys if part.get(key) is not None), None)
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:

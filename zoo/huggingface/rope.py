@@ -92,8 +92,14 @@ def _read_by_type(raw: dict[str, Any], dialect: Dialect, length: int, problems: 
                 f"`rope_parameters`={nested!r} is not supported, only {' and '.join(_TYPES)}, each an object"
             )
             return {}
+    stretch = raw.get("rope_scaling") or {}
+    if not nested and "rope_type" not in stretch and stretch.get("type", "default") != "default":
+        problems.append(
+            f"`rope_scaling`={stretch!r} says `type`, which versions of transformers read differently: say `rope_type`"
+        )
+        return {}
     usual = {} if nested else dict(dialect.rope_default)
-    whole = (nested.get(_TYPES[0]) or usual) | (raw.get("rope_scaling") or {})
+    whole = (nested.get(_TYPES[0]) or usual) | stretch
     local = nested.get(_TYPES[1]) or {}
     _scaling(local, "rope_parameters.sliding_attention", (length, None), problems, plain=True)
     return {

@@ -40,6 +40,7 @@ from zoo.huggingface.folder import (
     read_headers,
     read_json,
     refusal,
+    said,
 )
 from zoo.huggingface.kept import as_quantised, kept_rows, kept_together, load_kept, quantisation
 from zoo.huggingface.quantised import beside, decoded, written
@@ -62,6 +63,11 @@ _CARRIED = (  # what goes with a model and is not its weights
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     "generation_config.json",
+    "modules.json",  # of sentence-transformers: what is done with hidden states
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]*_*/config.json",
+    "[0-9]*_*/model.safetensors",
 )
 _OPTIMISED = "hf_quant_config.json"  # says what numbers there are, in folders of Model Optimizer
 _ROWS = 16
@@ -145,7 +151,7 @@ def _opened(path: str | os.PathLike) -> tuple[Path, Config, dict[str, Tensor]]:
         config = from_hf(raw)
         return folder, config, expected(folder, config, gguf.named(raw, config, held))
     raw = read_json(folder, "config.json")
-    if raw.get("quantization_config") is None and (folder / _OPTIMISED).is_file():
+    if said(raw, "quantization_config") is None and (folder / _OPTIMISED).is_file():
         raw["quantization_config"] = beside(read_json(folder, _OPTIMISED))
     config, tensors = as_stored(from_hf(raw), decoded(raw, read_headers(folder)))
     return folder, config, expected(folder, config, tensors)
@@ -180,7 +186,7 @@ def save(
         raise ValueError(f"cannot save a model at `{folder}`: it is a file. Pass a folder.")
     dtype = jnp.dtype(model.embed.dtype).name
     told = {} if source is None else read_json(Path(source), "config.json")
-    raw = to_hf(config, dtype, told) | {key: told[key] for key in _IDS if key in told}
+    raw = to_hf(config, dtype, told) | {key: ids for key in _IDS if (ids := said(told, key)) is not None}
     held = {name: [(row, _leaf(model, row)) for row, _ in parts] for name, parts in _tensors(model).items()}
     raw |= quantisation(held, dtype)
     shards = _plan_shards(model, shard_bytes)

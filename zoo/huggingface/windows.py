@@ -81,7 +81,9 @@ def written_windows(config: Any, dialect: Dialect) -> dict[str, Any]:
     """Return the keys that say which layers see how far, for transformers 5 and what came before."""
     if dialect.windows == "none":
         return {}
-    raw: dict[str, Any] = {"sliding_window": config.window}
+    # Where layers are listed it says nothing of one that sees all, and transformers may need a number.
+    unused = config.context_length if dialect.windows == "types" else None
+    raw: dict[str, Any] = {"sliding_window": unused if config.window is None else config.window}
     if dialect.windows == "flag":
         raw |= {"use_sliding_window": config.window is not None}
     if dialect.windows in ("types", "switch"):

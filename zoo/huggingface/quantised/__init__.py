@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from zoo.formats import Format
+from zoo.huggingface.folder import said
 from zoo.huggingface.quantised import bitsandbytes, compressed, fp8, mxfp4, nvfp4, packed
 from zoo.huggingface.quantised.decoded import Decoded as Decoded
 from zoo.huggingface.quantised.decoded import Kept as Kept
@@ -81,10 +82,10 @@ def decoded(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor
     Raises:
         ValueError: the settings say what is not read, or a part of a matrix is missing.
     """
-    settings = raw.get("quantization_config")
+    settings = said(raw, "quantization_config")
     if settings is None:
         return tensors
-    label = _LABELS.get(raw.get("dtype", raw.get("torch_dtype")) or "float32", "F32")
+    label = _LABELS.get(said(raw, "dtype", "torch_dtype") or "float32", "F32")
     found = READERS[str(_method(settings))](settings, _Held(tensors), label)
     used = {part.name for one in found.values() if isinstance(one, Decoded) for part in one.parts}
     rest = {name: one for name, one in tensors.items() if name not in used and not name.endswith(_UNREAD)}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zoo.huggingface.quantised import fp8, nvfp4
-from zoo.huggingface.quantised.decoded import Kept, ends, group_of, made, nibbles, together
+from zoo.huggingface.quantised.decoded import MEND, Kept, ends, group_of, made, nibbles, together
 from zoo.huggingface.tensors import DTYPES, Tensor
 
 _FOURS = "nvfp4-pack-quantized"
@@ -19,11 +19,18 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     """Return each matrix that `weight` or `weight_packed` stands for.
 
     Raises:
-        ValueError: the format is another, or packed integers have other than 4 or 8 bits.
+        ValueError: the format is another, packed integers have other than 4 or 8 bits, weights are rotated or sparse,
+            or tensors are not what the settings say.
     """
     format = settings.get("format")
     if format not in _FORMATS:
         raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
+    sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if settings.get("transform_config") or sparse != "dense":
+        which = (
+            f"sparsity_config of format={sparse!r}" if sparse != "dense" else "transform_config, which rotates them,"
+        )
+        raise ValueError(f"`quantization_config`'s {which} is not supported: save the weights without it.")
     if format == _FOURS:
         return nvfp4.matrices(tensors, label, "weight_packed", "weight_global_scale", divided=True)
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
@@ -35,11 +42,17 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         name, scale = f"{module}.weight", tensors[f"{module}.weight_scale"]
         zero, index = (tensors.get(f"{module}.{part}") for part in ("weight_zero_point", "weight_g_idx"))
         zeros = () if zero is None else (zero,)
+        if zero is None and weights and not any(one.get("symmetric", True) for one in weights):
+            raise ValueError(
+                f"`{name}` has no weight_zero_point, and `quantization_config` says symmetric=false: {MEND}."
+            )
         groups = scale.shape[1] if len(scale.shape) == 2 else 1
         if f"{module}.weight_packed" not in tensors:
             parts = tensors[name], scale, *zeros
             shape, block = parts[0].shape, blocks[0] if blocks else None
-            group = group_of(shape[1], groups, sizes, index)
+            if block is not None or groups == 1:
+                fp8.check(*parts[:2], block)
+            group = group_of(name, shape[1], groups, sizes, index)
             decode = functools.partial(_scaled, block=block, group=group)
             whole = parts[0].dtype == "I8" and not blocks
             kept = together(_kept(shape, scale, 8, bool(zeros)), group) if whole else None
@@ -51,8 +64,15 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
             raise ValueError(f"`quantization_config`'s num_bits={bits} is not supported, only 4 or 8.")
         words = tensors[f"{module}.weight_packed"]
         shape = tuple(int(size) for size in tensors[f"{module}.weight_shape"].array())
-        width = next((one for one in bits if -(-shape[1] * one // 32) == words.shape[1]), bits[0])
-        group = group_of(shape[1], groups, sizes, index)
+        width = next((one for one in bits if -(-shape[1] * one // 32) == words.shape[1]), None)
+        if width is None or any(one.get("type", "int") != "int" for one in weights):
+            types = sorted({one.get("type", "int") for one in weights})
+            raise ValueError(
+                f"`{words.name}` has {words.shape[1]} words of 32 bits for each {shape[1]} numbers, and "
+                f"`quantization_config` says type={' and '.join(types)} of num_bits={' and '.join(map(str, bits))}: "
+                f"{MEND}."
+            )
+        group = group_of(name, shape[1], groups, sizes, index)
         decode = functools.partial(_unpacked, shape=shape, group=group, bits=width)
         kept = together(_kept(shape, scale, width, bool(zeros)), group)
         found[name] = made(name, shape, label, (words, scale, *zeros), decode, kept)

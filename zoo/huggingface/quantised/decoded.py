@@ -11,6 +11,8 @@ import numpy as np
 
 from zoo.huggingface.tensors import Tensor
 
+MEND = "mend the settings, or copy the tensors again"  # where they contradict each other
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -93,17 +95,29 @@ def count(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
-def group_of(inputs: int, groups: int, sizes: Iterable[int | None], index: Tensor | None = None) -> np.ndarray:
+def group_of(
+    name: str, inputs: int, groups: int, sizes: Iterable[int | None], index: Tensor | None = None
+) -> np.ndarray:
     """Return the group of each input of a matrix, which share scales.
 
     Args:
+        name: of the matrix.
         inputs: how many there are.
         groups: how many of these.
         sizes: what groups may be large, of which the first that makes so many counts, since the last may be smaller;
-            else they are equal.
+            where none is told they are equal.
         index: the group of each input, where a folder tells; -1 stands for neighbours.
+
+    Raises:
+        ValueError: none of the sizes makes so many.
     """
-    size = next((size for size in sizes if size and size > 0 and -(-inputs // size) == groups), -(-inputs // groups))
+    named = [size for size in sizes if size and size > 0]
+    size = next((size for size in named if -(-inputs // size) == groups), -(-inputs // groups))
+    if groups > 1 and named and size not in named:
+        raise ValueError(
+            f"`{name}` has scales of {groups} groups of {inputs} inputs, and `quantization_config` says group_size="
+            f"{' or '.join(map(str, named))}: {MEND}."
+        )
     usual, told = _neighbours(inputs, size), None if index is None else index.array()
     return usual if told is None or (told < 0).any() or np.array_equal(told, usual) else told
 

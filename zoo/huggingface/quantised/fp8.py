@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised.decoded import Kept, ends, made
+from zoo.huggingface.quantised.decoded import MEND, Kept, count, ends, made
 from zoo.huggingface.tensors import Tensor
 
 
@@ -16,9 +16,29 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     for suffix in (".weight_scale_inv", ".weight_scale"):
         for module in ends(tensors, suffix):
             name, parts = f"{module}.weight", (tensors[f"{module}.weight"], tensors[f"{module}{suffix}"])
+            if parts[0].dtype.startswith("F8"):  # others' scales have this name too
+                check(*parts, block)
             decode = lambda weight, scale: scaled(weight, scale, block)
             found[name] = made(name, parts[0].shape, label, parts, decode, kept(*parts, block))
     return found
+
+
+def check(weight: Tensor, scale: Tensor, block: list[int] | None) -> None:
+    """Refuse scales of other blocks than the settings name.
+
+    Raises:
+        ValueError: there are more of them, or fewer.
+    """
+    if len(weight.shape) != 2 or count(scale.shape) == 1:
+        return
+    rows, columns = weight.shape
+    wanted = [(rows,), (rows, 1)] + ([] if block is None else [(-(-rows // block[0]), -(-columns // block[1]))])
+    if tuple(scale.shape) not in wanted:
+        raise ValueError(
+            f"`{scale.name}` has shape {list(scale.shape)}, and the {[rows, columns]} of `{weight.name}` have "
+            f"{' or '.join(str(list(shape)) for shape in wanted[1:])} scales by `quantization_config`, whose blocks "
+            f"are {block or 'rows'}: {MEND}."
+        )
 
 
 def kept(weight: Tensor, scale: Tensor, block: list[int] | None) -> Kept | None:

@@ -34,7 +34,7 @@ def read_gptq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: st
         bits = _bits(32 * zeros[1] // words[1], (2, 4, 8))  # some modules may have others than the settings say
         shape = words[1], words[0] * 32 // bits
         name, sizes = f"{module}.weight", (settings.get("group_size", -1),)
-        group = group_of(shape[1], scales[0], sizes, tensors.get(f"{module}.g_idx"))
+        group = group_of(name, shape[1], scales[0], sizes, tensors.get(f"{module}.g_idx"))
         numbers = functools.partial(_gptq_numbers, bits=bits, plus=plus)
         decode = functools.partial(_scaled, numbers=numbers, group=group)
         kept = together(_kept(parts[2], shape, bits, numbers), group)
@@ -91,7 +91,7 @@ def read_awq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str
     for module in ends(tensors, ".qweight"):
         parts = tuple(tensors[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         name, shape, groups = f"{module}.weight", (parts[0].shape[1] * 32 // bits, parts[0].shape[0]), parts[2].shape[0]
-        group = group_of(shape[1], groups, (settings.get("group_size", -1),))
+        group = group_of(name, shape[1], groups, (settings.get("group_size", -1),))
         decode = functools.partial(_scaled, numbers=_awq_numbers, group=group)
         kept = together(_kept(parts[2], shape, bits, _awq_numbers), group)
         found[name] = made(name, shape, label, parts, decode, kept)
