@@ -123,6 +123,32 @@ def test_a_row_of_which_all_is_masked_is_divided_by_zero_where_the_function_does
         np.testing.assert_allclose(tile(fn, (1, 0, 1), n)(*args), fn(*args), rtol=2e-5, atol=1e-6)
 
 
+_MASK = np.arange(12)[:, None] % 2 == 0
+DIVIDED = {
+    "masked": lambda x, y: jnp.where(_MASK, x / jnp.abs(x).sum(0), 0).sum(0),
+    "masked, then scaled": lambda x, y: (jnp.where(_MASK, x / jnp.abs(x).sum(0), 0) * -0.0 / jnp.abs(y).max(0)).sum(0),
+    "masked apart": lambda x, y: (
+        jnp.where(_MASK, x / jnp.abs(x).sum(0), 0) - jnp.where(_MASK, y * 0 / jnp.abs(x).sum(0), 0)
+    ).sum(0),
+    "masked, turned": lambda x, y: (
+        jnp.where(_MASK, x / jnp.abs(x).sum(0), 0) + -jnp.where(_MASK, y * 0 / jnp.abs(x).sum(0), 0)
+    ).sum(0),
+    "all masked": lambda x, y: jnp.where(jnp.abs(y) > 9, x / jnp.abs(x).sum(0), 0).sum(0),
+}
+
+
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", [3, 12])
+@pytest.mark.parametrize("case", DIVIDED)
+def test_terms_that_are_0_are_not_taken_for_masked_ones(case, n):
+    """Divided by a sum that is 0 they are NaN, and masked ones are 0, whatever they would be divided by."""
+    x, y = draw(12, 4), draw(12, 4)
+    x[:, 2] = 0
+    want = quick.jit(DIVIDED[case])(x, y)
+    assert np.isnan(want[2]) == (case != "all masked")
+    np.testing.assert_allclose(quick.jit(tile(DIVIDED[case], 0, n))(x, y), want, rtol=1e-5, atol=1e-6)
+
+
 def test_accumulator_of_bfloat16_is_wider():
     x = jnp.asarray(draw(T, 4096), jnp.bfloat16)
     got = jax.jit(tile(lambda x: jax.nn.logsumexp(x, 1), 1, 1024))(x)

@@ -133,7 +133,10 @@ class _Writer:
         wide = self.span.wide(value.dtype)
         total = self.copy(value)
         weight = Weights(self.finder, self.copy, self.nodes)(value) if early.weighted else None
-        sums = [v for v in (total, weight) if v is not None]
+        # A masked term is 0 whatever it would be multiplied by: 0, infinity or NaN, where nothing bounds it.
+        masked = early.masked and bool(early.factors) and not early.anchors
+        count = Weights(self.finder, self.copy, self.nodes, counting=True)(value) if masked else None
+        sums = [v for v in (total, weight, count) if v is not None]
         for v in sums:
             v.retype(value.aval.update(dtype=wide))
         anchors = tuple(dataclasses.replace(t, value=self.anchor(t.value, t.weight)) for t in early.anchors)
@@ -142,7 +145,10 @@ class _Writer:
 
         def finish(*values: Any) -> Any:
             total, *rest = (v.astype(wide) for v in values)
-            return (shifted if early.weighted else _finish)(early, total, *rest).astype(value.dtype)
+            if early.weighted:
+                return shifted(early, total, *rest).astype(value.dtype)
+            empty = rest.pop(0) == 0 if masked else total == 0 if early.masked else None
+            return _finish(early, total, empty, *rest).astype(value.dtype)
 
         known = [self.settled(v, node) for v in sums]
         nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
@@ -245,8 +251,8 @@ class _Writer:
         return self.done.copies[key]
 
 
-def _finish(early: Early, total: Any, *values: Any) -> Any:
-    """Apply to a sum what its terms left out."""
+def _finish(early: Early, total: Any, empty: Any | None, *values: Any) -> Any:
+    """Apply to a sum what its terms left out, but where it is `empty`: all of them are masked."""
     result = total
     found = [broadcast_by(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
     anchors, offsets = len(early.anchors), len(early.anchors) + len(early.offsets)
@@ -255,8 +261,7 @@ def _finish(early: Early, total: Any, *values: Any) -> Any:
     for array, term in zip(found[offsets:], early.factors, strict=True):
         for _ in range(int(abs(term.weight))):
             result = result * array if term.weight > 0 else result / array
-    # A masked term is 0 whatever it would be multiplied by.
-    return jnp.where(total == 0, 0, result) if early.masked else result
+    return result if empty is None else jnp.where(empty, 0, result)
 
 
 def push_running(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -282,10 +287,14 @@ register("anchor", push=push_running, emit=emit_anchor)
 
 
 class Weights:
-    """Writes, behind `nodes`, how often the terms of a value are in it: `copy` tells what else it is made of."""
+    """Writes, behind `nodes`, how often the terms of a value are in it: `copy` tells what else it is made of.
 
-    def __init__(self, finder: Finder, copy: Callable[[Value], Value], nodes: list[Node]):
-        self.finder, self.copy, self.nodes = finder, copy, nodes
+    Args:
+        counting: count those that are not masked, by whatever they are multiplied.
+    """
+
+    def __init__(self, finder: Finder, copy: Callable[[Value], Value], nodes: list[Node], counting: bool = False):
+        self.finder, self.copy, self.nodes, self.counting = finder, copy, nodes, counting
         self.known: dict[Value, Value] = {}
 
     def __call__(self, value: Value) -> Value:
@@ -297,9 +306,11 @@ class Weights:
         node = value.producer
         assert node is not None
         early = self._early(value)
-        if not early.weighted:
+        if not (early.masked if self.counting else early.weighted):
             return self._trace(lambda x: jnp.where(x == x, jnp.ones_like(x), 1), [self.copy(value)], node)
         linear = [not self._early(v).plain for v in node.inputs]
+        if self.counting and node.name in ("mul", "div", "neg"):  # by a number, or by what is known late
+            return self(node.inputs[linear.index(True)])
         sums = node.name in ("add", "sub", "add_any", "select_n")
         inputs = []
         for i, (v, mine) in enumerate(zip(node.inputs, linear, strict=True)):
@@ -310,7 +321,8 @@ class Weights:
                 inputs.append(self._trace(lambda x: jnp.zeros_like(x), [v], node))
             else:
                 inputs.append(self.copy(v))
-        made = node.like(inputs, [node.outputs[0].aval])
+        unsigned = {"primitive": lax.add_p} if self.counting and node.name == "sub" else {}
+        made = node.like(inputs, [node.outputs[0].aval], **unsigned)
         self.nodes.append(made)
         return made.outputs[0]
 
