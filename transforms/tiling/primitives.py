@@ -33,6 +33,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     begins         begins with a number, and where JAX does not know that it has no derivative
     platform       the number of the platform that the program is compiled for
     devices        its body runs on each device's share
+    gathers        each device gets what all have, or keeps a share of the sum of it
 
     linear, of values that devices hold parts of (`tiling.mesh`):
     flows          JAX types it on parts
@@ -76,6 +77,7 @@ layout_constraint relayout xla_metadata_value           | alias
 agreed                                                  | agreed
 cumulative                                              | running
 optimization_barrier                                    | exact apart
+pvary                                                   | alias
 copy                                                    | alias moving rescales typed rearranges level
 name                                                    | alias moving typed names
 named                                                   | alias moving typed
@@ -157,7 +159,10 @@ scatter-add                                             | summing in_place lands
 reduce_prod                                             | summing reducing
 dot_general                                             | summing typed product contracts
 custom_jvp_call custom_vjp_call mesh_cast               | typed
-all_gather pmax pmin psum                               | unites
+all_gather                                              | unites gathers
+all_gather_invariant all_gather_reduced reduce_scatter  | gathers
+unreduced_reduce_scatter                                | gathers
+pmax pmin psum                                          | unites
 """
 
 

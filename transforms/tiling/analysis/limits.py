@@ -24,7 +24,7 @@ class Limits:
 
     Where there is no other way, small is also what is no larger than all cut inputs `together` (of numbers, not of
     labels), and a tile: the join of two views of a batch, or a batch in the wider dtype that sums are formed in, with
-    rows of padding at its ends.
+    rows of padding at its ends; and what devices `gather` of each other's.
     """
 
     gather: str
@@ -78,6 +78,12 @@ def looked_up(graph: Graph, placements: Sequence[Placement]) -> list[int]:
         elif has(node.name, "looks_up") and node.inputs[0] in whole and node.inputs[1] in places:
             found.append(node.outputs[0].nbytes)
     return found
+
+
+def gathered(graph: Graph, largest: int) -> list[int]:
+    """Bytes of what devices gather of each other's, where a device's own is as small as an input: it is asked for."""
+    sizes = [(n.inputs[0].nbytes, n.outputs[0].nbytes) for n in graph.nodes if has(n.name, "gathers")]
+    return [max(both) for both in sizes if min(both) <= largest]
 
 
 def check_size(

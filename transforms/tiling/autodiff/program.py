@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.stages import Wrapped
 
 from transforms.layout import like, varying
-from transforms.tiling.analysis.limits import Limits, looked_up
+from transforms.tiling.analysis.limits import Limits, gathered, looked_up
 from transforms.tiling.autodiff.chain_split import separate
 from transforms.tiling.autodiff.custom_rules import differentiated, has_custom_vjp, narrow, replaced, ruled, scales
 from transforms.tiling.autodiff.policy import Keeping, keeping
@@ -204,7 +204,7 @@ class Program:
         largest = max([self.options.floor, *map(nbytes, avals), *looked_up(self.graph, self.placements)])
         sums = [nbytes(a) // a.dtype.itemsize * wider(a) for a in avals if inexact(a)]
         sums += [elements(a.shape) * wider(a) for a in whole if self.options.sync == "once"]
-        together = sum(elements(a.shape) * wider(a) for a in cut)
+        together = max(sum(elements(a.shape) * wider(a) for a in cut), *gathered(self.graph, largest), 0)
         return Limits(self.options.gather, largest, self.options, Program, together, max(sums, default=0))
 
     @property

@@ -36,6 +36,7 @@ from transforms.tiling.passes import agreement
 from transforms.tiling.passes.cumulative import carry
 from transforms.tiling.passes.displaced import shifts as shifts_of
 from transforms.tiling.passes.displaced.reversals import move_reversals
+from transforms.tiling.passes.gathers import join
 from transforms.tiling.passes.grouped import group
 from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
@@ -172,6 +173,10 @@ def grouped_products(work: Work, _: Refusal) -> bool:
     return group(work.graph)
 
 
+def joined_gathers(work: Work, _: Refusal) -> bool:
+    return join(work.graph)
+
+
 def index_set_splitting(work: Work, refusal: Refusal) -> bool:
     return any(divide(work.graph, node, dim, work.divided) for node, dim in refusal.origins)
 
@@ -201,6 +206,7 @@ ANSWERS = (
     Pass("reversals", reversals, "what is reversed twice, or summed, is not reversed", Refusal),
     Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
     Pass("grouped products", grouped_products, "what is repeated for the members of groups is read once", Refusal),
+    Pass("joined gathers", joined_gathers, "rows that devices gather lie behind each other", Refusal),
     Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),
     Pass("lifted joins", lifted_joins, "what is joined with a few rows is made of all", Refusal),
     Pass(

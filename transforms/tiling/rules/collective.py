@@ -14,7 +14,7 @@ from transforms.tiling.rules.factors import Factors, elementwise, register_facto
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
 OVER_DEVICES = {
-    **dict.fromkeys("psum psum_invariant unreduced_psum pvary preduced ppermute pbroadcast".split(), "sum"),
+    **dict.fromkeys("psum psum_invariant unreduced_psum preduced ppermute pbroadcast".split(), "sum"),
     **dict.fromkeys("reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p".split(), "sum"),
     **dict.fromkeys(["pmax", "unreduced_pmax"], "max"),
     **dict.fromkeys(["pmin", "unreduced_pmin"], "min"),

@@ -1,0 +1,122 @@
+"""Contrastive losses whose negatives lie on other devices: what these gather is whole, and all pairs are not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from tests import quick
+from tests.helpers import assert_same
+from transforms import tile
+
+pytestmark = pytest.mark.symbolic
+
+MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+ROWS, WIDTH, NARROW = 16, 8, 4  # of each device; features, and of what is compared
+RNG = np.random.default_rng(0)
+ARGS = tuple(RNG.standard_normal(shape).astype(np.float32) for shape in ((64, WIDTH), (64, WIDTH), (WIDTH, NARROW), ()))
+
+
+def gather(x):
+    return lax.all_gather(x, "data", tiled=True)
+
+
+def stack(x):
+    return lax.all_gather(x, "data").reshape(-1, x.shape[-1])
+
+
+def embed(x, w):
+    h = x @ w
+    return h / jnp.linalg.norm(h, axis=-1, keepdims=True)
+
+
+def cross_entropy(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+
+def own(x, rows=ROWS):
+    return lax.axis_index("data") * rows + jnp.arange(len(x))
+
+
+def clip(x, y, w, scale, gather=gather):
+    """https://arxiv.org/abs/2103.00020, as OpenCLIP computes it with local losses."""
+    x, y = embed(x, w), embed(y, w)
+    both = (x, gather(y)), (y, gather(x))
+    return sum(cross_entropy(jnp.exp(scale) * a @ b.T, own(a)) for a, b in both) / 2
+
+
+def siglip(x, y, w, scale):
+    """https://arxiv.org/abs/2303.15343."""
+    x, y = embed(x, w), gather(embed(y, w))
+    sign = 2 * (own(x)[:, None] == jnp.arange(len(y))) - 1
+    return -jax.nn.log_sigmoid(sign * (jnp.exp(scale) * x @ y.T - 1)).sum() / len(x)
+
+
+def moco(x, y, w, scale):
+    """https://arxiv.org/abs/1911.05722, its queue the other devices' keys."""
+    x, y = embed(x, w), lax.stop_gradient(embed(y, w))
+    logits = jnp.concatenate([(x * y).sum(-1, keepdims=True), x @ gather(y).T], 1)
+    return cross_entropy(jnp.exp(scale) * logits, jnp.zeros(len(x), int))
+
+
+def simclr(x, y, w, scale):
+    """https://arxiv.org/abs/2002.05709: two views of each row, and none is a negative of its own."""
+    z = jnp.concatenate([embed(x, w), embed(y, w)])
+    everyone, me = gather(z), own(z, 2 * ROWS)
+    logits = jnp.where(me[:, None] == jnp.arange(len(everyone)), -1e9, jnp.exp(scale) * z @ everyone.T)
+    first = lax.axis_index("data") * 2 * ROWS
+    return cross_entropy(logits, first + (jnp.arange(len(z)) + ROWS) % len(z))
+
+
+LOSSES = {
+    "clip": clip,
+    "clip, stacked": lambda *args: clip(*args, gather=stack),
+    "siglip": siglip,
+    "moco": moco,
+    "simclr": simclr,
+}
+
+
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_the_untiled_ones(name, typed, n):
+    fn = lambda *args: lax.pmean(LOSSES[name](*args), "data")
+    spread, same = PartitionSpec("data"), PartitionSpec()
+
+    def learn(fn):
+        mapped = jax.shard_map(fn, mesh=MESH, in_specs=(spread, spread, same, same), out_specs=same, check_vma=typed)
+        return quick.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2, 3)))(*ARGS)
+
+    plans, tiled = [], tile(fn, (0, 0, None, None), n)
+
+    def watched(*args):
+        plans.append(tiled.plan(*args).gradient)
+        return tiled(*args)
+
+    assert_same(learn(watched), learn(fn), 1e-5, floor=1e-6)
+    assert plans[0].largest <= plans[0].untiled_largest * 1.5 / n
+    assert ("joined gathers" in plans[0].passes) == (name == "clip, stacked")
+
+
+def test_what_is_gathered_tile_by_tile_where_it_can_be_stays_so():
+    """Rows of all devices, each by itself."""
+    fn = lambda x, w: (jnp.tanh(stack(x @ w)) ** 2).sum()
+    plans = []
+
+    def learn(fn):
+        mapped = jax.shard_map(
+            fn, mesh=MESH, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+        )
+        return quick.jit(mapped)(ARGS[0], np.ones((WIDTH, 3 * WIDTH), np.float32))
+
+    def watched(x, w):
+        tiled = tile(fn, (0, None), 4)
+        plans.append(tiled.plan(x, w).value)
+        return tiled(x, w)
+
+    assert_same(learn(watched), learn(fn), 1e-5)
+    assert not plans[0].completed and not plans[0].passes
