@@ -154,7 +154,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma_mqa": _GEMMA | {"num_key_value_heads": 1},
     "gemma_mha": _GEMMA | {"num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-3},
     "gemma2_gqa": _GEMMA_2,
-    "gemma2_odd": _GEMMA_2 | {"num_hidden_layers": 3, "head_dim": 6, "vocab_size": 101},
+    "gemma2_odd": _GEMMA_2 | {"num_hidden_layers": 3, "head_dim": 6, "vocab_size": 101, "tie_word_embeddings": False},
     "gemma2_full": _GEMMA_2
     | {"sliding_window": 64, "attn_logit_softcapping": None, "final_logit_softcapping": None}
     | _rope(**_YARN),

@@ -178,7 +178,9 @@ def test_a_second_copy_of_the_tied_head_and_old_rotary_buffers_are_accepted(fold
 
 
 @pytest.mark.parametrize("other", [lambda w: w + np.float32(1), lambda w: w[:-1], lambda w: w.astype(np.float16)])
-def test_a_head_that_is_not_the_embedding_is_refused(folder, other):
+def test_a_head_that_is_not_the_embedding_is_refused(tmp_path, other):
+    """Of a family that is always tied."""
+    folder = hf_tiny.write("gemma3n", tmp_path)
     rewrite(folder, lambda t: t.update({"lm_head.weight": np.ascontiguousarray(other(t[EMBED]))}))
     assert "unexpected: lm_head.weight" in failure(folder)
     assert "is not the embedding, to which it is tied" in failure(folder)
@@ -207,9 +209,10 @@ def test_folders_of_bare_models_heads_alone_and_64_bits_are_read(case, change, t
     assert eqx.tree_equal(load(folder), whole)
 
 
-def test_a_head_that_is_not_the_embedding_unties_the_model(tmp_path):
+@pytest.mark.parametrize("case", ["llama32", "gemma3"])
+def test_a_head_that_is_not_the_embedding_unties_the_model(case, tmp_path):
     """As transformers 5 reads it; saved and read again, it stays so."""
-    folder = hf_tiny.write("llama32", tmp_path)
+    folder = hf_tiny.write(case, tmp_path)
     rewrite(folder, lambda t: t.update({"lm_head.weight": 2 * t[EMBED]}))
     model = load(folder)
     assert not model.config.tied

@@ -17,7 +17,7 @@ from zoo.config import (
     windows,
 )
 from zoo.dialect import SIZES, Dialect, eps
-from zoo.parameters import ATTENTION, ENDS, LAYER, MLP, MLP_NORM, QK_NORMS, Row
+from zoo.parameters import ATTENTION, ENDS, HEAD, LAYER, MLP, MLP_NORM, QK_NORMS, Row
 
 POST_NORMS = (
     Row("layers.post_attn_norm", LAYER + "post_attention_layernorm.weight", "D -> D"),
@@ -31,8 +31,8 @@ _ONLY = {
     "hidden_activation": TANH,
     "hidden_act": (*TANH, "gelu", None),
     "attention_bias": (False, None),
-    "tie_word_embeddings": (True,),
 }
+_TIED = {"tie_word_embeddings": ("tied", True)}
 _WRITES = {"use_bidirectional_attention": (False, None)}  # and does not see what is behind
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 _GEMMA_3_SIZES = {
@@ -110,6 +110,7 @@ class GemmaConfig(GemmaLike):
     Attributes:
         attn_softcap: scores become `c * tanh(score / c)`; None leaves them alone.
         post_norms: normalise what attention and MLP put out before adding it (Gemma 2's sandwich).
+        tied: the embedding table is also the head, as of all that Google published.
         rope_scaling: how the rotary frequencies are stretched to longer texts.
     """
 
@@ -117,6 +118,7 @@ class GemmaConfig(GemmaLike):
         "gemma": Dialect(
             architecture="GemmaForCausalLM",
             sizes=SIZES,
+            flags=_TIED,
             only=_ONLY | _WRITES | {"hidden_activation": (*TANH, None)},
             fixed={"post_norms": False},
             written=_IDS,
@@ -131,6 +133,7 @@ class GemmaConfig(GemmaLike):
                 "attn_logit_softcapping": ("attn_softcap", 50.0),
                 "final_logit_softcapping": ("final_softcap", 30.0),
             },
+            flags=_TIED,
             windows="types",
             only=_ONLY | _WRITES,
             fixed={"post_norms": True},
@@ -141,11 +144,13 @@ class GemmaConfig(GemmaLike):
 
     attn_softcap: float | None = None
     post_norms: bool = False
+    tied: bool = True
     rope_scaling: RopeScaling | None = None
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        return (*ENDS, *ATTENTION, *MLP, *(POST_NORMS if self.post_norms else (MLP_NORM,)))
+        norms = POST_NORMS if self.post_norms else (MLP_NORM,)
+        return (*ENDS, *ATTENTION, *MLP, *norms, *(() if self.tied else (HEAD,)))
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
@@ -165,6 +170,7 @@ class Gemma3Config(GemmaLike):
     Attributes:
         rope_theta: base of the rotary frequencies of global layers.
         local_rope_theta: that of local layers.
+        tied: the embedding table is also the head.
         bidirectional: every token sees those behind it too, on local layers half a window on each side (EmbeddingGemma,
             https://arxiv.org/abs/2509.20354).
         rope_scaling: how the frequencies of global layers are stretched.
@@ -176,6 +182,7 @@ class Gemma3Config(GemmaLike):
             outer="gemma3",
             sizes=_GEMMA_3_SIZES,
             numbers={**eps(1e-6), **_QUERY, "final_logit_softcapping": ("final_softcap", None)},
+            flags=_TIED,
             windows="types",
             every=("sliding_window_pattern", 6),
             rope="global",
@@ -193,6 +200,7 @@ class Gemma3Config(GemmaLike):
     window: int | None = 4096
     attention_pattern: str = "LLLLLG"
     local_rope_theta: float = 10_000.0
+    tied: bool = True
     bidirectional: bool = False
     rope_scaling: RopeScaling | None = None
 
@@ -221,4 +229,4 @@ class Gemma3Config(GemmaLike):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        return (*ENDS, *ATTENTION, *MLP, *POST_NORMS, *QK_NORMS)
+        return (*ENDS, *ATTENTION, *MLP, *POST_NORMS, *QK_NORMS, *(() if self.tied else (HEAD,)))

@@ -67,14 +67,15 @@ class Block(eqx.Module):
 
 
 class Gemma(Decoder):
-    """A Gemma, whose table is also the head."""
+    """A Gemma, whose table is also the head, unless it has one of its own."""
 
     blocks: ClassVar = {"layers": Block}
     embed: Float[Array, "V D"]
     layers: Block
     final_norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | AbstractMatrix | None
     config: AnyGemma = eqx.field(static=True)
 
     def output(self) -> Head:
-        """Return what makes logits: the table again, and the soft cap."""
-        return Head(self.embed, self.config.final_softcap)
+        """Return what makes logits: the table again, or the head, and the soft cap."""
+        return Head(self.embed if self.head is None else self.head, self.config.final_softcap)
