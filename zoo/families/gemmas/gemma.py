@@ -110,7 +110,7 @@ class GemmaConfig(GemmaLike):
     Attributes:
         attn_softcap: scores become `c * tanh(score / c)`; None leaves them alone.
         post_norms: normalise what attention and MLP put out before adding it (Gemma 2's sandwich).
-        tied: the embedding table is also the head, as of all that Google published.
+        tied: the embedding table is also the head.
         rope_scaling: how the rotary frequencies are stretched to longer texts.
     """
 
