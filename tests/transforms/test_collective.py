@@ -89,6 +89,32 @@ def test_collective_that_is_placed_like_the_others(name):
         assert RULES[name].push(node(name), (placement,)).outs == (placement,)
 
 
+SHIFT = [(0, 1), (1, 2), (2, 3), (3, 0)]
+SUMS = {
+    "permuted": lambda x, w: jnp.exp(lax.ppermute(x, "d", SHIFT)).sum(),
+    "gathered": lambda x, w: jnp.exp(lax.all_gather(x, "d") * (1 + lax.axis_index("d"))).sum(),
+    "summed": lambda x, w: jnp.exp(lax.psum(x, "d") * (1 + lax.axis_index("d"))).sum(),
+    "of the same weight": lambda x, w: jnp.exp(x * w).sum(),
+    "apart": lambda x, w: jnp.exp(x).sum(),
+}
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize("name", SUMS)
+def test_slopes_of_each_devices_sum_meet_its_own_derivatives(name, typed):
+    """Where devices add up derivatives on the way to an input, a slope that each knows late comes before that."""
+    rng = np.random.default_rng(0)
+    args = rng.standard_normal((4 * L, 3)).astype(np.float32), rng.standard_normal(3).astype(np.float32)
+    spread, same = PartitionSpec("d"), PartitionSpec()
+
+    def learn(wrap):
+        fn = wrap(lambda x, w: lax.psum(jnp.log(SUMS[name](x, w)), "d"))
+        mapped = jax.shard_map(fn, mesh=MESH, in_specs=(spread, same), out_specs=same, check_vma=typed)
+        return quick.jit(jax.value_and_grad(mapped, (0, 1)))(*args)
+
+    assert_same(learn(lambda fn: tile(fn, (0, None), 5)), learn(lambda fn: fn), 1e-5)
+
+
 MOVED = "moves parts of the cut axis between devices"
 REFUSED = {
     "all_gather": lambda x: lax.all_gather(x, "d", axis=0, tiled=True),

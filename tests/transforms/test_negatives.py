@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from tests import quick
 from tests.helpers import assert_same
-from transforms import tile
+from transforms import TileError, tile
 
 pytestmark = pytest.mark.symbolic
 
@@ -70,12 +70,20 @@ def simclr(x, y, w, scale):
     return cross_entropy(logits, first + (jnp.arange(len(z)) + ROWS) % len(z))
 
 
+def views(x, y, w, scale):
+    """Two views of each row behind each other, whose rows are stacked: a device's share is larger than an input."""
+    z = jnp.stack([x, y], 1)
+    everyone = lax.all_gather(z, "data").reshape(-1, 2, WIDTH)
+    return jnp.einsum("nvd,mud->nvmu", z * scale, everyone).max((2, 3)).mean() + jnp.sum(w**2)
+
+
 LOSSES = {
     "clip": clip,
     "clip, stacked": lambda *args: clip(*args, gather=stack),
     "siglip": siglip,
     "moco": moco,
     "simclr": simclr,
+    "views": views,
 }
 
 
@@ -99,7 +107,20 @@ def test_values_and_gradients_are_the_untiled_ones(name, typed, n):
 
     assert_same(learn(watched), learn(fn), 1e-5, floor=1e-6)
     assert plans[0].largest <= plans[0].untiled_largest * 1.5 / n
-    assert ("joined gathers" in plans[0].passes) == (name == "clip, stacked")
+    assert ("joined gathers" in plans[0].passes) == (name in ("clip, stacked", "views"))
+
+
+def test_weights_that_are_gathered_do_not_allow_larger_arrays():
+    fn = lambda x, w: jnp.sort(x @ gather(w.T).T, 0)[0].sum()
+    mapped = lambda fn: jax.shard_map(
+        fn,
+        mesh=MESH,
+        in_specs=(PartitionSpec("data"), PartitionSpec(None, "data")),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    with pytest.raises(TileError, match="cannot tile `sort`"):
+        jax.eval_shape(mapped(tile(fn, (0, None), 4)), jnp.ones((64, WIDTH)), jnp.ones((WIDTH, 64)))
 
 
 def test_what_is_gathered_tile_by_tile_where_it_can_be_stays_so():

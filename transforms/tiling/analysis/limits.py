@@ -80,10 +80,13 @@ def looked_up(graph: Graph, placements: Sequence[Placement]) -> list[int]:
     return found
 
 
-def gathered(graph: Graph, largest: int) -> list[int]:
-    """Bytes of what devices gather of each other's, where a device's own is as small as an input: it is asked for."""
-    sizes = [(n.inputs[0].nbytes, n.outputs[0].nbytes) for n in graph.nodes if has(n.name, "gathers")]
-    return [max(both) for both in sizes if min(both) <= largest]
+def gathered(graph: Graph, placements: Sequence[Placement], most: int) -> list[int]:
+    """Bytes of the rows that devices gather of each other's, where a device's own are at most so many: asked for."""
+    cut = {v for v, p in zip(graph.inputs, placements, strict=True) if isinstance(p, Tiled)}
+    rows = depends(graph, cut) if cut else set()
+    asked = (n for n in graph.nodes if has(n.name, "gathers") and n.inputs[0] in rows)
+    sizes = [(n.inputs[0].nbytes, n.outputs[0].nbytes) for n in asked]
+    return [max(both) for both in sizes if min(both) <= most]
 
 
 def check_size(

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transforms.layout import like
+from transforms.layout import like, varying
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Value
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
-from transforms.tiling.ir.walks import closure, depends, operands
+from transforms.tiling.ir.walks import ancestors, closure, depends, mixes, operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +94,19 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
     inner = tuple(v for v in frontier if reach[v])
     if not inner or any(v.shape != () or not isinstance(found.fact(v).placement, Partial) for v in inner):
         return None
+    if _exchanged(graph, inner, set().union(*reached.values())):
+        return None
     others = tuple(v for v in frontier if not reach[v])
     if not _nonlinear(graph, out, inner, others):
         return None
     return Separation(graph, out, inner, tuple(reach[v] for v in inner), others)
+
+
+def _exchanged(graph: Graph, inner: Sequence[Value], reached: set[Value]) -> bool:
+    """Whether devices add up derivatives of `inner` on the way to an input: of sums whose slopes differ among them."""
+    before, differing = ancestors(inner), frozenset().union(*(varying(v.aval) for v in inner))
+    within = (n for n in graph.nodes if not before.isdisjoint(n.outputs) and not reached.isdisjoint(n.inputs))
+    return any(mixes(node, differing) for node in within)
 
 
 def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[Value]) -> bool:

@@ -204,7 +204,8 @@ class Program:
         largest = max([self.options.floor, *map(nbytes, avals), *looked_up(self.graph, self.placements)])
         sums = [nbytes(a) // a.dtype.itemsize * wider(a) for a in avals if inexact(a)]
         sums += [elements(a.shape) * wider(a) for a in whole if self.options.sync == "once"]
-        together = max(sum(elements(a.shape) * wider(a) for a in cut), *gathered(self.graph, largest), 0)
+        together = sum(elements(a.shape) * wider(a) for a in cut)
+        together = max([together, *gathered(self.graph, self.placements, max(largest, together))])
         return Limits(self.options.gather, largest, self.options, Program, together, max(sums, default=0))
 
     @property

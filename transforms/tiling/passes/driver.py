@@ -174,7 +174,7 @@ def grouped_products(work: Work, _: Refusal) -> bool:
 
 
 def joined_gathers(work: Work, _: Refusal) -> bool:
-    return join(work.graph)
+    return join(work.graph, work.limits)
 
 
 def index_set_splitting(work: Work, refusal: Refusal) -> bool:
@@ -206,7 +206,6 @@ ANSWERS = (
     Pass("reversals", reversals, "what is reversed twice, or summed, is not reversed", Refusal),
     Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
     Pass("grouped products", grouped_products, "what is repeated for the members of groups is read once", Refusal),
-    Pass("joined gathers", joined_gathers, "rows that devices gather lie behind each other", Refusal),
     Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),
     Pass("lifted joins", lifted_joins, "what is joined with a few rows is made of all", Refusal),
     Pass(
@@ -215,6 +214,7 @@ ANSWERS = (
         "what reads along the axis, and cannot be rewritten, may read a small array",
         Beside,
     ),
+    Pass("joined gathers", joined_gathers, "rows that devices gather lie behind each other", Refusal),
     Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", Refusal),
 )
 
