@@ -521,6 +521,16 @@ def test_settings_that_contradict_the_tensors_are_refused_by_name(name, tmp_path
         load(folder)
 
 
+def test_groups_of_some_modules_may_be_larger_than_the_settings_say_of_all(tmp_path):
+    """As GPTQModel tells it of some by name."""
+    encode, settings = FORMATS["gptq"]
+    folder, module = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
+    own, values = encode(module, 48, 48)
+    told = settings | {"group_size": 32, "dynamic": {r"+:.*q_proj": {"group_size": 16}, r"-:.*down_proj": {}}}
+    _rewrite(folder, lambda held: {k: v for k, v in held.items() if k != f"{module}.weight"} | own, told)
+    np.testing.assert_allclose(load(folder).layers.q[1].reshape(48, 48).T, values, rtol=1e-6)
+
+
 def test_a_matrix_without_one_of_its_parts_is_refused_by_name(tmp_path):
     folder, name = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
     own, _ = awq(name, 48, 48)

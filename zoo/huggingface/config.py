@@ -21,8 +21,8 @@ ARCHITECTURES: dict[str, list[_Architecture]] = {}  # by `model_type`, which few
 for _family in FAMILIES.values():
     for _name, _one in _family.dialects.items():
         ARCHITECTURES.setdefault(_name, []).append((_family, _one))
-# Files that hold a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
 _LISTED = {"mistral": "ministral"}  # what transformers takes those for that list their layers' types
+# Files that hold a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
 _OUTERS = {one.outer for found in ARCHITECTURES.values() for _, one in found} - {None}
 _OUTER = frozenset(
     """

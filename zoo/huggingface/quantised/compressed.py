@@ -42,7 +42,7 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         name, scale = f"{module}.weight", tensors[f"{module}.weight_scale"]
         zero, index = (tensors.get(f"{module}.{part}") for part in ("weight_zero_point", "weight_g_idx"))
         zeros = () if zero is None else (zero,)
-        if zero is None and weights and not any(one.get("symmetric", True) for one in weights):
+        if zero is None and weights and all(one.get("symmetric") is False for one in weights):
             raise ValueError(
                 f"`{name}` has no weight_zero_point, and `quantization_config` says symmetric=false: {MEND}."
             )

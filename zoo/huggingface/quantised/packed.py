@@ -33,13 +33,20 @@ def read_gptq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: st
         words, zeros, scales = (part.shape for part in parts)
         bits = _bits(32 * zeros[1] // words[1], (2, 4, 8))  # some modules may have others than the settings say
         shape = words[1], words[0] * 32 // bits
-        name, sizes = f"{module}.weight", (settings.get("group_size", -1),)
-        group = group_of(name, shape[1], scales[0], sizes, tensors.get(f"{module}.g_idx"))
+        name = f"{module}.weight"
+        group = group_of(name, shape[1], scales[0], _sizes(settings), tensors.get(f"{module}.g_idx"))
         numbers = functools.partial(_gptq_numbers, bits=bits, plus=plus)
         decode = functools.partial(_scaled, numbers=numbers, group=group)
         kept = together(_kept(parts[2], shape, bits, numbers), group)
         found[name] = made(name, shape, label, parts, decode, kept)
     return found
+
+
+def _sizes(settings: dict[str, Any]) -> list[Any]:
+    """Return what groups may be large: in all modules, and in those of which GPTQModel or AutoRound say otherwise."""
+    told = [settings.get(key) for key in ("dynamic", "extra_config")]
+    own = [each for modules in told if isinstance(modules, dict) for each in modules.values()]
+    return [one.get("group_size") for one in (settings, *own) if isinstance(one, dict)]
 
 
 def _gptq_numbers(words, zeros, *, bits, plus):
@@ -91,7 +98,7 @@ def read_awq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str
     for module in ends(tensors, ".qweight"):
         parts = tuple(tensors[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         name, shape, groups = f"{module}.weight", (parts[0].shape[1] * 32 // bits, parts[0].shape[0]), parts[2].shape[0]
-        group = group_of(name, shape[1], groups, (settings.get("group_size", -1),))
+        group = group_of(name, shape[1], groups, _sizes(settings))
         decode = functools.partial(_scaled, numbers=_awq_numbers, group=group)
         kept = together(_kept(parts[2], shape, bits, _awq_numbers), group)
         found[name] = made(name, shape, label, parts, decode, kept)
