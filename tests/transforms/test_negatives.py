@@ -77,6 +77,13 @@ def views(x, y, w, scale):
     return jnp.einsum("nvd,mud->nvmu", z * scale, everyone).max((2, 3)).mean() + jnp.sum(w**2)
 
 
+def temperatures(x, y, w, scale):
+    """Three at once: what is gathered for them is larger than the inputs, and stays cut."""
+    x, y = x * scale, y @ w @ w.T
+    each = lambda t: jax.nn.logsumexp(t * x @ stack(y * t).T, 1).mean()
+    return jax.vmap(each)(jnp.arange(1.0, 4.0)).sum()
+
+
 LOSSES = {
     "clip": clip,
     "clip, stacked": lambda *args: clip(*args, gather=stack),
@@ -87,27 +94,37 @@ LOSSES = {
 }
 
 
-@pytest.mark.redundant("n")
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_values_and_gradients_are_the_untiled_ones(name, typed, n):
-    fn = lambda *args: lax.pmean(LOSSES[name](*args), "data")
+def compared(loss, typed, n):
+    """The plan of the gradient of a loss's mean over the devices, whose values and gradients are the untiled ones."""
+    fn = lambda *args: lax.pmean(loss(*args), "data")
     spread, same = PartitionSpec("data"), PartitionSpec()
+    plans, tiled = [], tile(fn, (0, 0, None, None), n)
 
     def learn(fn):
         mapped = jax.shard_map(fn, mesh=MESH, in_specs=(spread, spread, same, same), out_specs=same, check_vma=typed)
         return quick.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2, 3)))(*ARGS)
-
-    plans, tiled = [], tile(fn, (0, 0, None, None), n)
 
     def watched(*args):
         plans.append(tiled.plan(*args).gradient)
         return tiled(*args)
 
     assert_same(learn(watched), learn(fn), 1e-5, floor=1e-6)
-    assert plans[0].largest <= plans[0].untiled_largest * 1.5 / n
-    assert ("joined gathers" in plans[0].passes) == (name in ("clip, stacked", "views"))
+    return plans[0]
+
+
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_the_untiled_ones(name, typed, n):
+    plan = compared(LOSSES[name], typed, n)
+    assert plan.largest <= plan.untiled_largest * 1.5 / n
+    assert ("joined gathers" in plan.passes) == (name in ("clip, stacked", "views"))
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+def test_what_is_too_large_to_be_gathered_whole_stays_cut(typed):
+    assert "joined gathers" not in compared(temperatures, typed, 2).passes
 
 
 def test_weights_that_are_gathered_do_not_allow_larger_arrays():
@@ -120,7 +137,7 @@ def test_weights_that_are_gathered_do_not_allow_larger_arrays():
         check_vma=False,
     )
     with pytest.raises(TileError, match="cannot tile `sort`"):
-        jax.eval_shape(mapped(tile(fn, (0, None), 4)), jnp.ones((64, WIDTH)), jnp.ones((WIDTH, 64)))
+        jax.eval_shape(mapped(tile(fn, (0, None), 4)), jnp.ones((16, WIDTH)), jnp.ones((WIDTH, 256)))
 
 
 def test_what_is_gathered_tile_by_tile_where_it_can_be_stays_so():
