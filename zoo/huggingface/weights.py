@@ -176,9 +176,9 @@ def save(
     Args:
         model: the model; parameters are written in their own dtypes.
         path: the folder, made if there is none.
-        source: the folder that the model came from: its tokenizer, chat template and generation settings are copied,
-            and its special token ids kept, and its word for an activation that has several (transformers rounds each
-            otherwise).
+        source: the folder that the model came from: its tokenizer, chat template, generation settings and modules of
+            sentence-transformers are copied, and its special token ids kept, and its word for an activation that has
+            several (transformers rounds each otherwise).
         shard_bytes: files are at most this large, unless one tensor alone is larger.
     """
     folder, config = Path(path), model.config
