@@ -129,7 +129,7 @@ def test_full_attention_in_every_layer_has_no_window():
         ({"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping`=50.0 is not supported, only None"),
         ({"hidden_activation": "silu"}, "`hidden_activation`='silu' is not supported, only 'gelu_pytorch_tanh'"),
         ({"attention_bias": True}, "`attention_bias`=True is not supported"),
-        ({"tie_word_embeddings": False}, "`tie_word_embeddings`=False is not supported"),
+        ({"tie_word_embeddings": "no"}, "`tie_word_embeddings`='no' is neither true nor false"),
         ({"use_bidirectional_attention": True}, "`use_bidirectional_attention`=True is not supported"),
         (
             {"quantization_config": {"bits": 4}},
