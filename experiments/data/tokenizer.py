@@ -20,6 +20,7 @@ from experiments.data import DataError
 from experiments.data.chat import BESIDE, ChatTemplate, Pieces, Plain
 from experiments.data.chat import FILE as TEMPLATE
 from experiments.data.corpus import BOS, BYTE_VOCAB, utf8
+from zoo.huggingface.folder import said
 
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -196,7 +197,7 @@ class Folder:
     def _stops(self, path: Path, eos: str | None) -> tuple[int, ...]:
         """Collect what ends a text: ids of the generation config, or the model's; and the tokenizer's own end."""
         named = read_json(path / GENERATION).get("eos_token_id")
-        named = _of_model(path).get("eos_token_id") if named is None else named
+        named = said(read_json(path / "config.json"), "eos_token_id") if named is None else named
         found = [*named] if isinstance(named, list) else [named]
         return tuple(sorted({i for i in (*found, self._id(eos)) if isinstance(i, int)}))
 
@@ -348,18 +349,8 @@ def open_tokenizer(path: str | Path | None, weights: str | Path | None = None) -
 
 def _vocabulary(folder: Path) -> int:
     """Return how many words the weights of a folder know; 0 where it does not say."""
-    found = _of_model(folder).get("vocab_size")
+    found = said(read_json(folder / "config.json"), "vocab_size")
     return found if isinstance(found, int) else 0
-
-
-def _of_model(folder: Path) -> dict[str, Any]:
-    """Return what a folder's `config.json` says, of its text part too, which transformers writes within."""
-    raw = read_json(folder / "config.json")
-    inner = raw.get("text_config")
-    return {
-        **(inner if isinstance(inner, dict) else {}),
-        **{key: value for key, value in raw.items() if value is not None},
-    }
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int, folder: Path) -> Folder:

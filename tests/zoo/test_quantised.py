@@ -521,7 +521,7 @@ def test_settings_that_contradict_the_tensors_are_refused_by_name(name, tmp_path
         load(folder)
 
 
-def test_groups_of_some_modules_may_be_larger_than_the_settings_say_of_all(tmp_path):
+def test_groups_of_some_modules_may_be_others_than_the_settings_say_of_all(tmp_path):
     """As GPTQModel tells it of some by name."""
     encode, settings = FORMATS["gptq"]
     folder, module = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"

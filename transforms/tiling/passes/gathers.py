@@ -18,23 +18,19 @@ def join(graph: Graph, limits: Limits) -> bool:
     A device's share has to be small enough to be whole, as it then is.
     """
     small = lambda share: share.nbytes <= max(limits.largest, limits.together)
-    readers: dict[Value, list[Node | None]] = {v: [None] for v in graph.outputs}
-    for node in graph.nodes:
-        for value in node.inputs:
-            readers.setdefault(value, []).append(node)
     changed = False
-    for node in [node for node in graph.nodes if node.name == "reshape"]:
-        (whole,), (out,) = node.inputs, node.outputs
-        before, (after, *others) = whole.producer, readers.get(out, [None])
-        if before and _apart(before, "all_gather_dimension", whole, out):
-            if len(readers[whole]) > 1 or not small(before.inputs[0]):
-                continue
-            made = before.like(before.inputs, [out.aval], params=before.params | {"tiled": True})
-            graph.replace(node, [made], {out: made.outputs[0]})
-            changed = True
-        elif after and not others and _apart(after, "scatter_dimension", out, whole) and small(after.outputs[0]):
-            after.change(inputs=[whole], params=after.params | {"tiled": True})
-            changed = True
+    for node in graph.nodes[:]:
+        before = node.inputs[0].producer if node.inputs else None
+        if before is None or "reshape" not in (node.name, before.name):
+            continue
+        if _apart(before, "all_gather_dimension", node.inputs[0], node.outputs[0]) and small(before.inputs[0]):
+            params = before.params | {"tiled": True}
+            node.change(primitive=before.primitive, params=params, inputs=before.inputs, source=before.source)
+        elif _apart(node, "scatter_dimension", node.inputs[0], before.inputs[0]) and small(node.outputs[0]):
+            node.change(params=node.params | {"tiled": True}, inputs=before.inputs)
+        else:
+            continue
+        changed = True
     graph.prune()
     return changed
 

@@ -22,61 +22,73 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         ValueError: the format is another, packed integers have other than 4 or 8 bits, weights are rotated or sparse,
             or tensors are not what the settings say.
     """
+    if _format(settings) == _FOURS:
+        return nvfp4.matrices(tensors, label, "weight_packed", "weight_global_scale", divided=True)
+    told = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    found: dict[str, Tensor] = {}
+    for module in ends(tensors, ".weight_scale"):
+        if f"{module}.weight_zero_point" not in tensors and told and all(one.get("symmetric") is False for one in told):
+            raise ValueError(
+                f"`{module}.weight` has no weight_zero_point, and `quantization_config` says symmetric=false: {MEND}."
+            )
+        matrix = _packed if f"{module}.weight_packed" in tensors else _apart
+        found[f"{module}.weight"] = matrix(module, told, tensors, label)
+    return found
+
+
+def _format(settings: dict[str, Any]) -> str:
+    """Return in which of its formats a folder is; refuse others, and weights that are rotated or sparse."""
     format = settings.get("format")
     if format not in _FORMATS:
         raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
     sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
-    if settings.get("transform_config") or sparse != "dense":
-        which = (
-            f"sparsity_config of format={sparse!r}" if sparse != "dense" else "transform_config, which rotates them,"
-        )
+    rotated = "transform_config, which rotates them," if settings.get("transform_config") else None
+    if which := rotated if sparse == "dense" else f"sparsity_config of format={sparse!r}":
         raise ValueError(f"`quantization_config`'s {which} is not supported: save the weights without it.")
-    if format == _FOURS:
-        return nvfp4.matrices(tensors, label, "weight_packed", "weight_global_scale", divided=True)
-    weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
-    bits = sorted({one.get("num_bits", 8) for one in weights} or {8})
-    sizes = [one.get("group_size") for one in weights]
-    blocks = [one["block_structure"] for one in weights if one.get("block_structure")]
-    found: dict[str, Tensor] = {}
-    for module in ends(tensors, ".weight_scale"):
-        name, scale = f"{module}.weight", tensors[f"{module}.weight_scale"]
-        zero, index = (tensors.get(f"{module}.{part}") for part in ("weight_zero_point", "weight_g_idx"))
-        zeros = () if zero is None else (zero,)
-        if zero is None and weights and all(one.get("symmetric") is False for one in weights):
-            raise ValueError(
-                f"`{name}` has no weight_zero_point, and `quantization_config` says symmetric=false: {MEND}."
-            )
-        groups = scale.shape[1] if len(scale.shape) == 2 else 1
-        if f"{module}.weight_packed" not in tensors:
-            parts = tensors[name], scale, *zeros
-            shape, block = parts[0].shape, blocks[0] if blocks else None
-            if block is not None or groups == 1:
-                fp8.check(*parts[:2], block)
-            group = group_of(name, shape[1], groups, sizes, index)
-            decode = functools.partial(_scaled, block=block, group=group)
-            whole = parts[0].dtype == "I8" and not blocks
-            kept = together(_kept(shape, scale, 8, bool(zeros)), group) if whole else None
-            if kept is None and not zeros and (groups == 1 or blocks):  # not groups of a row's inputs
-                kept = fp8.kept(*parts[:2], block)
-            found[name] = made(name, shape, label, parts, decode, kept)
-            continue
-        if not {*bits} <= {4, 8}:
-            raise ValueError(f"`quantization_config`'s num_bits={bits} is not supported, only 4 or 8.")
-        words = tensors[f"{module}.weight_packed"]
-        shape = tuple(int(size) for size in tensors[f"{module}.weight_shape"].array())
-        width = next((one for one in bits if -(-shape[1] * one // 32) == words.shape[1]), None)
-        if width is None or any(one.get("type", "int") != "int" for one in weights):
-            types = sorted({one.get("type", "int") for one in weights})
-            raise ValueError(
-                f"`{words.name}` has {words.shape[1]} words of 32 bits for each {shape[1]} numbers, and "
-                f"`quantization_config` says type={' and '.join(types)} of num_bits={' and '.join(map(str, bits))}: "
-                f"{MEND}."
-            )
-        group = group_of(name, shape[1], groups, sizes, index)
-        decode = functools.partial(_unpacked, shape=shape, group=group, bits=width)
-        kept = together(_kept(shape, scale, width, bool(zeros)), group)
-        found[name] = made(name, shape, label, (words, scale, *zeros), decode, kept)
-    return found
+    return format
+
+
+def _apart(module: str, told: list[dict[str, Any]], tensors: Mapping[str, Tensor], label: str) -> Tensor:
+    """Return the matrix of floats or integers of 8 bits, with scales of blocks, rows, groups of inputs or of all."""
+    name, (scale, zeros, groups, index) = f"{module}.weight", _beside(module, tensors)
+    parts = tensors[name], scale, *zeros
+    shape, block = parts[0].shape, next((one["block_structure"] for one in told if one.get("block_structure")), None)
+    if block is not None or groups == 1:
+        fp8.check(*parts[:2], block)
+    group = group_of(name, shape[1], groups, [one.get("group_size") for one in told], index)
+    whole = parts[0].dtype == "I8" and block is None
+    kept = together(_kept(shape, scale, 8, bool(zeros)), group) if whole else None
+    if kept is None and not zeros and (groups == 1 or block is not None):  # not groups of a row's inputs
+        kept = fp8.kept(*parts[:2], block)
+    return made(name, shape, label, parts, functools.partial(_scaled, block=block, group=group), kept)
+
+
+def _packed(module: str, told: list[dict[str, Any]], tensors: Mapping[str, Tensor], label: str) -> Tensor:
+    """Return the matrix of integers that lie in words of 32 bits."""
+    name, (scale, zeros, groups, index) = f"{module}.weight", _beside(module, tensors)
+    bits: list[int] = sorted({one.get("num_bits", 8) for one in told} or {8})
+    types: list[str] = sorted({one.get("type", "int") for one in told} or {"int"})
+    if not {*bits} <= {4, 8}:
+        raise ValueError(f"`quantization_config`'s num_bits={bits} is not supported, only 4 or 8.")
+    words = tensors[f"{module}.weight_packed"]
+    shape = tuple(int(size) for size in tensors[f"{module}.weight_shape"].array())
+    width = next((one for one in bits if -(-shape[1] * one // 32) == words.shape[1]), None)
+    if width is None or types != ["int"]:
+        raise ValueError(
+            f"`{words.name}` has {words.shape[1]} words of 32 bits for each {shape[1]} numbers, and "
+            f"`quantization_config` says type={' and '.join(types)} of num_bits={' and '.join(map(str, bits))}: {MEND}."
+        )
+    group = group_of(name, shape[1], groups, [one.get("group_size") for one in told], index)
+    decode = functools.partial(_unpacked, shape=shape, group=group, bits=width)
+    kept = together(_kept(shape, scale, width, bool(zeros)), group)
+    return made(name, shape, label, (words, scale, *zeros), decode, kept)
+
+
+def _beside(module: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...], int, Tensor | None]:
+    """Return a matrix's scales; its zeros, if it has any; how many groups a row has; and the group of each input."""
+    scale, zero = tensors[f"{module}.weight_scale"], tensors.get(f"{module}.weight_zero_point")
+    groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    return scale, () if zero is None else (zero,), groups, tensors.get(f"{module}.weight_g_idx")
 
 
 def _kept(shape, scale, bits, zeros):

@@ -134,8 +134,8 @@ class _Writer:
         total = self.copy(value)
         weight = Weights(self.finder, self.copy, self.nodes)(value) if early.weighted else None
         # A masked term is 0 whatever it would be multiplied by: 0, infinity or NaN, where nothing bounds it.
-        masked = early.masked and bool(early.factors) and not early.anchors
-        count = Weights(self.finder, self.copy, self.nodes, counting=True)(value) if masked else None
+        counted = early.masked and bool(early.factors) and not early.anchors
+        count = Weights(self.finder, self.copy, self.nodes, counting=True)(value) if counted else None
         sums = [v for v in (total, weight, count) if v is not None]
         for v in sums:
             v.retype(value.aval.update(dtype=wide))
@@ -147,8 +147,8 @@ class _Writer:
             total, *rest = (v.astype(wide) for v in values)
             if early.weighted:
                 return shifted(early, total, *rest).astype(value.dtype)
-            empty = rest.pop(0) == 0 if masked else total == 0 if early.masked else None
-            return _finish(early, total, empty, *rest).astype(value.dtype)
+            unmasked = rest.pop(0) if counted else total
+            return _finish(early, total, unmasked == 0 if early.masked else None, *rest).astype(value.dtype)
 
         known = [self.settled(v, node) for v in sums]
         nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
