@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from tests import quick
 from tests.helpers import assert_same
+from tests.transforms.test_rounding import assert_right, untiled
 from transforms import TileError, tile
 
 pytestmark = pytest.mark.symbolic
@@ -125,6 +126,27 @@ def test_values_and_gradients_are_the_untiled_ones(name, typed, n):
 @pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
 def test_what_is_too_large_to_be_gathered_whole_stays_cut(typed):
     assert "joined gathers" not in compared(temperatures, typed, 2).passes
+
+
+def late(x, y, w, scale):
+    """Each device's slope is its own, and known late; what it sums came from another, and of a shared weight."""
+    z = lax.ppermute(x @ w, "data", [(0, 1), (1, 2), (2, 3), (3, 0)])
+    return jnp.log(jnp.exp(scale * z * (1 + lax.axis_index("data"))).sum())
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize("loss", [clip, late], ids=["clip", "late"])
+def test_float32_is_as_close_to_float64_as_untiled(loss, typed):
+    """At the compiler's own flags, as people run it."""
+    spread, same = PartitionSpec("data"), PartitionSpec()
+
+    def over(wrap):
+        mean = wrap(lambda *args: lax.pmean(loss(*args), "data"))
+        return jax.shard_map(mean, mesh=MESH, in_specs=(spread, spread, same, same), out_specs=same, check_vma=typed)
+
+    tiled, fn = over(lambda fn: tile(fn, (0, 0, None, None), 4)), over(lambda fn: fn)
+    assert_right(tiled, ARGS, untiled(fn, ARGS))
 
 
 def test_weights_that_are_gathered_do_not_allow_larger_arrays():
