@@ -33,7 +33,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     begins         begins with a number, and where JAX does not know that it has no derivative
     platform       the number of the platform that the program is compiled for
     devices        its body runs on each device's share
-    gathers        each device gets what all have, or keeps a share of the sum of it
+    gathers        each device gets what all have
 
     linear, of values that devices hold parts of (`tiling.mesh`):
     flows          JAX types it on parts
@@ -160,8 +160,7 @@ reduce_prod                                             | summing reducing
 dot_general                                             | summing typed product contracts
 custom_jvp_call custom_vjp_call mesh_cast               | typed
 all_gather                                              | unites gathers
-all_gather_invariant all_gather_reduced reduce_scatter  | gathers
-unreduced_reduce_scatter                                | gathers
+all_gather_invariant all_gather_reduced                 | gathers
 pmax pmin psum                                          | unites
 """
 

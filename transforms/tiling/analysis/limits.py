@@ -85,8 +85,7 @@ def gathered(graph: Graph, placements: Sequence[Placement], most: int) -> list[i
     cut = {v for v, p in zip(graph.inputs, placements, strict=True) if isinstance(p, Tiled)}
     rows = depends(graph, cut) if cut else set()
     asked = (n for n in graph.nodes if has(n.name, "gathers") and n.inputs[0] in rows)
-    sizes = [(n.inputs[0].nbytes, n.outputs[0].nbytes) for n in asked]
-    return [max(both) for both in sizes if min(both) <= most]
+    return [n.outputs[0].nbytes for n in asked if n.inputs[0].nbytes <= most]
 
 
 def check_size(
