@@ -37,6 +37,7 @@ AXES: Axes = {
     "N": ("model",),
     "K": ("model",),
     "k": ("model",),
+    "c": ("model",),
     "D": ("data",),
     "Y": ("data",),
 }

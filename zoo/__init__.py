@@ -32,6 +32,8 @@ _HOME = {
     "GraniteConfig": "zoo.families.llamas.granite",
     "Head": "zoo.models.head",
     "HunyuanConfig": "zoo.families.llamas.hunyuan",
+    "LfmConfig": "zoo.families.llamas.lfm",
+    "LfmMoeConfig": "zoo.families.llamas.lfm",
     "Llama": "zoo.models.llama",
     "Llama4Config": "zoo.families.mixtures.llama4",
     "MobileLLMR1Config": "zoo.families.mixtures.llama4",
@@ -105,6 +107,8 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
     from zoo.families.llamas.hunyuan import HunyuanConfig as HunyuanConfig
+    from zoo.families.llamas.lfm import LfmConfig as LfmConfig
+    from zoo.families.llamas.lfm import LfmMoeConfig as LfmMoeConfig
     from zoo.families.llamas.llama import ArceeConfig as ArceeConfig
     from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
     from zoo.families.llamas.mistral import CWMConfig as CWMConfig

@@ -55,8 +55,10 @@ def _active(row: Row, config: Config) -> int:
 
 def _attention_flops(config: Config, seq: int) -> tuple[int, int]:
     """Return the FLOPs of the two products of all layers that attend: with keys, and with values."""
-    layers = zip(config.layer_stacks, config.layer_windows, config.layer_heads, strict=True)
-    attending = [(visible_pairs(seq, window), widths) for stack, window, widths in layers if stack != "delta"]
+    layers = enumerate(zip(config.layer_windows, config.layer_heads, strict=True))
+    attending = [
+        (visible_pairs(seq, window), widths) for i, (window, widths) in layers if i not in config.recurrent_layers
+    ]
     of = lambda which: 2 * config.num_heads * sum(pairs * widths[which] for pairs, widths in attending)
     return of(1), of(2)
 

@@ -204,7 +204,7 @@ IGNORED = frozenset(
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    unsloth_fixed unsloth_version output_router_logits
+    unsloth_fixed unsloth_version model_name output_router_logits
     is_llama_config transformers.js_config internal_version neftune_noise_alpha model_max_length max_sequence_length
     max_seq_len seq_length _flash_attn_2_enabled use_flash_attention use_flash_attn use_flash_attention_2
     gradient_checkpointing bos_token eos_token pad_token unk_token_id mask_token_id router_z_loss_coef

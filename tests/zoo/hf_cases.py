@@ -392,6 +392,29 @@ CASES |= {
     "qwen3_5_moe": {key: value for key, value in _QWEN_NEXT.items() if key != "intermediate_size"}
     | {"model_type": "qwen3_5_moe_text"},
 }
+_LFM_2 = _WIDE | {
+    "model_type": "lfm2",
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e4,
+    "pad_token_id": None,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+}
+_LFM_MOE = _LFM_2 | {
+    "model_type": "lfm2_moe",
+    "moe_intermediate_size": 24,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+}
+CASES |= {
+    "lfm2": _LFM_2 | {"intermediate_size": 96, "block_multiple_of": 16},
+    "lfm2_other": _LFM_2
+    | {"conv_L_cache": 4, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3},
+    "lfm2_moe": _LFM_MOE,
+    "lfm2_moe_other": _LFM_MOE
+    | {"num_dense_layers": 3, "use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+}
 _GEMMA_3N = _BASE | {
     "model_type": "gemma3n_text",
     "num_hidden_layers": 6,

@@ -145,7 +145,7 @@ def run(model) -> dict:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # of biases that choose
         grads |= _on_disk(name, grad.float().numpy(), model.config.model_type)
     for name, buffer in model.named_buffers():  # which is no parameter there, and has no gradient here
-        if name.endswith(("e_score_correction_bias", "layer_scalar")):
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             grads |= _on_disk(name, np.zeros(buffer.shape, np.float32), model.config.model_type)
     return {
         "logits": out.logits.detach().float().numpy(),
@@ -172,7 +172,7 @@ def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
             for part, stack in parts.items()
             for i, one in enumerate(stack)
         }
-    if kind not in ("mixtral", "minimax_m2"):
+    if kind not in ("mixtral", "minimax_m2", "lfm2_moe"):
         return parts
     own = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     return {functools.reduce(lambda text, pair: text.replace(*pair), own.items(), part): parts[part] for part in parts}

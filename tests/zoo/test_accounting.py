@@ -51,14 +51,13 @@ def _dot_flops(jaxpr) -> int:
 def test_flops_are_those_of_the_traced_dots_less_what_the_mask_hides(config, batch, seq):
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     traced = _dot_flops(jax.make_jaxpr(lambda model, tokens: model(tokens))(shapes(config), tokens).jaxpr)
-    layers = zip(config.layer_stacks, config.layer_windows, config.layer_heads, strict=True)
     made = used = 0
-    for stack, window, (_, width, value) in layers:
-        seen = sum(map(sum, _mask(seq, window)))
-        made += (stack != "delta") * 2 * seq**2 * max(width, value)  # the narrower are padded
-        used += (stack != "delta") * seen * (width + value)
+    for i, (window, (_, width, value)) in enumerate(zip(config.layer_windows, config.layer_heads, strict=True)):
+        seen, attends = sum(map(sum, _mask(seq, window))), i not in config.recurrent_layers
+        made += attends * 2 * seq**2 * max(width, value)  # the narrower are padded
+        used += attends * seen * (width + value)
     found, expected = forward_flops(config, batch, seq), traced - 2 * batch * config.num_heads * (made - used)
-    if config.recurrent_layers:  # a recurrence's products depend on its chunks: they are not counted
+    if "matrices" in config.recurrent_state:  # a recurrence's products depend on its chunks: they are not counted
         assert 0.9 * expected < found < expected
     else:
         assert found == expected

@@ -41,6 +41,8 @@ QUICK = (
     "ernie4_5_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "lfm2",
+    "lfm2_moe",
 )
 MODEL = "gemma2_gqa"
 

@@ -102,6 +102,10 @@ STATES = {
         **SIZES, num_kv_heads=2, layer_pattern="DA",
         delta_key_heads=2, delta_value_heads=4, delta_key_dim=4, delta_value_dim=4, rotary_fraction=0.5,
     ),
+    "lfm2_moe": zoo.LfmMoeConfig(
+        **SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2, first_dense=1, dense_mlp_dim=32,
+        layer_pattern="CA",
+    ),
     "gemma3n": zoo.Gemma3nConfig(
         **SIZES | {"num_layers": 4}, num_kv_heads=2, window=4, attention_pattern="LG", sharing_layers=2, num_streams=3,
         inputs_vocab_size=64, inputs_dim=4, laurel_rank=4, sparsity=(0.5, 0.0, 0.0, 0.0),

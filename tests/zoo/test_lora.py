@@ -40,6 +40,7 @@ OTHERS = [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "lfm2_moe",
     "glm4_moe",
     "ernie4_5_moe",
     "gemma4",
@@ -152,6 +153,7 @@ def test_patterns(targets, leaves):
         ("qwen3_moe_mixed", ALL),
         ("qwen3_next", (*ALL, "qkvz")),
         ("qwen3_5", (*ALL, "qkv", "z")),
+        ("lfm2", (*ALL, "before", "behind", "value")),
     ],
 )
 def test_usual_matrices_are_those_of_attention_and_of_mlps_that_a_model_has(case, names):
@@ -240,6 +242,7 @@ OWN = {
     "deepseek_v3": ["q", "q_down", "kv", "kv_down", "o", "gate", "shared_up"],
     "qwen3_next": ["q", "q_gate", "k", "o", "qkvz", "ba", "down"],
     "qwen3_5": ["q", "q_gate", "k", "o", "qkv", "z", "b", "a", "down"],
+    "lfm2_other": ["q", "o", "before", "behind", "value", "down"],
     "gemma3n": ["q", "v", "down", "laurel_up", "input_gate", "inputs_down", "streams.into"],
 }
 

@@ -14,7 +14,18 @@ from zoo.kernels.attention import tiled
 from zoo.models.attention import packing
 
 LENGTHS = ((5, 1, 8), (11, 3), (14,))  # of the documents of each row; the last of 14 places are padding
-FAMILIES = ("gemma3", "llama32", "mixtral", "gemma2_gqa", "gpt2", "gpt_oss", "qwen3_next", "deepseek_v3", "llama4")
+FAMILIES = (
+    "gemma3",
+    "llama32",
+    "mixtral",
+    "gemma2_gqa",
+    "gpt2",
+    "gpt_oss",
+    "qwen3_next",
+    "deepseek_v3",
+    "llama4",
+    "lfm2",
+)
 
 
 def documents():

@@ -147,6 +147,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "llama4",
         "nemotron",
         "hunyuan",
+        "lfm2",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -607,6 +608,20 @@ MUTANTS = {
         _patch("zoo.models.delta.convolved", lambda x, taps, positions: convolved(x, taps[:, ::-1], positions)),
     ),
     "qwen 3 next: weights as they are": ("qwen3_next", _flip(normalise_weights=False)),
+    "lfm 2: gates swapped": (
+        "lfm2",
+        lambda model, _: eqx.tree_at(
+            lambda m: (m.conv.before, m.conv.behind), model, (model.conv.behind, model.conv.before)
+        ),
+    ),
+    "lfm 2: the convolution reversed": (
+        "lfm2",
+        _patch("zoo.models.lfm.convolved", lambda x, taps, positions: convolved(x, taps[:, ::-1], positions)),
+    ),
+    "lfm 2: norm eps": ("lfm2", _flip(norm_eps=1e-3)),
+    "lfm 2: weights not normalised": ("lfm2_moe", _flip(normalise_weights=False)),
+    "lfm 2: weights not scaled": ("lfm2_moe_other", _flip(weight_scale=1.0)),
+    "lfm 2: chosen without the bias": ("lfm2_moe", _flip(chosen_by_bias=False)),
     "qwen 3.5: no gates behind attention": ("qwen3_5", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3.5: whole heads turn": ("qwen3_5", _flip(rotary_fraction=1.0)),
     "qwen 3.5: norms not less one": ("qwen3_5", _patch("zoo.families.llamas.qwen_next.Qwen35Config.norm_offset", 0.0)),

@@ -58,6 +58,9 @@ COUNTS = {
     # 108,641,793,536 less the vision model and what joins the two, which the notes count.
     "meta-llama/Llama-4-Scout-17B-16E (notes)": 107_769_861_120,
     "bigcode/starcoder2-15b (a blog)": 15_957_889_024,
+    "LiquidAI/LFM2-1.2B (an NPU's container)": 1_170_340_608,
+    "LFM2.5-1.2B-Thinking (a fine-tune)": 1_170_340_608,
+    "LiquidAI/LFM2-8B-A1B (keys of a test)": 8_339_930_560,
 }
 # What would change numbers, in keys that are harmless at another value.
 HARMFUL = {

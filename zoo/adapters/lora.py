@@ -23,8 +23,9 @@ from zoo.config import Config, rows
 from zoo.parameters import Row
 from zoo.quantised import AbstractMatrix, Quantised, product, whole
 
-# Matrices of attention and of MLPs; the last three are those of latent attention (DeepSeek).
-USUAL = ("q", "k", "v", "o", "gate", "up", "down", "q_down", "kv_down", "kv", "qkvz", "qkv", "z")
+# Matrices of attention and of MLPs; of latent attention (DeepSeek), the delta rule (Qwen), and convolutions (LFM).
+USUAL = ("q", "k", "v", "o", "gate", "up", "down")
+USUAL += ("q_down", "kv_down", "kv", "qkvz", "qkv", "z", "before", "behind", "value")
 
 
 class LowRank(AbstractMatrix):

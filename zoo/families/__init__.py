@@ -25,6 +25,7 @@ from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import DotsConfig, GLMConfig, GLMMoeConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
 from zoo.families.llamas.hunyuan import HunyuanConfig
+from zoo.families.llamas.lfm import LfmConfig, LfmMoeConfig
 from zoo.families.llamas.llama import ArceeConfig, LlamaConfig
 from zoo.families.llamas.mistral import CWMConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig
 from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
@@ -84,6 +85,8 @@ FAMILIES: dict[str, type[Config]] = {
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
     "modernbert": ModernBertConfig,
+    "lfm2": LfmConfig,
+    "lfm2_moe": LfmMoeConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5": Qwen35Config,
     "qwen3_5_moe": Qwen35MoeConfig,

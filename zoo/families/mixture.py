@@ -104,6 +104,11 @@ class MixtureLike:
         return 1.0
 
     @property
+    def weight_floor(self) -> float:
+        """What is added to the sum of a token's weights before they are divided by it."""
+        return 1e-20
+
+    @property
     def gate_limit(self) -> float | None:
         """How large the experts' gates and what they multiply may be; None where their MLPs are Llama's."""
         return None

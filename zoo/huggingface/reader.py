@@ -70,6 +70,22 @@ class Reader:
             return set()
         return set(value)
 
+    def types(self, names: Mapping[str, str], usual: str) -> str:
+        """Return a letter for each layer, of the names of their kinds that the file lists; the usual where it does not.
+
+        Args:
+            names: by letter.
+            usual: a letter for each layer.
+        """
+        listed, letters = self.raw.get("layer_types"), {name: letter for letter, name in names.items()}
+        if listed is None:
+            return usual
+        if not isinstance(listed, list) or len(listed) != len(usual) or not set(map(str, listed)) <= set(letters):
+            known = f"{len(usual)} of {' and '.join(letters)}"
+            self.problems.append(f"`layer_types`={listed!r} is not supported, only {known}")
+            return usual
+        return "".join(letters[name] for name in listed)
+
     def word(self, key: str, words: Mapping[str, str], default: str) -> str:
         """Return what one of some words is for us."""
         value = self.raw.get(key, default)

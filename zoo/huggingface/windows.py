@@ -51,21 +51,11 @@ def read_windows(read: Reader, config: type[Config], dialect: Dialect, num_layer
 
 def _layer_types(read: Reader, dialect: Dialect, window: int | None, num_layers: int) -> str:
     """Return one letter per layer, from the list of transformers 5 or the number that came before it."""
-    listed = read.raw.get("layer_types")
-    letters = {name: letter for letter, name in _TYPES.items()}
-    if listed is not None:
-        if (
-            not isinstance(listed, list)
-            or len(listed) != num_layers
-            or not all(isinstance(name, str) and name in letters for name in listed)
-        ):
-            read.problems.append(
-                f"`layer_types`={listed!r} is not supported, only {num_layers} of {' and '.join(letters)}"
-            )
-            return GLOBAL * num_layers
-        if window is None and _TYPES[LOCAL] in listed:
+    if read.raw.get("layer_types") is not None:
+        listed = read.types(_TYPES, GLOBAL * num_layers)
+        if window is None and LOCAL in listed:
             read.problems.append(f"`layer_types` names {_TYPES[LOCAL]}, and there is no window")
-        return "".join(letters[name] for name in listed)
+        return listed
     if dialect.windows == "types":
         key, every = dialect.every
         every = every if key is None else read.count(key, every)

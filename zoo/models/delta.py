@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from transforms.sharding import explicit, partitions, place, uncut
+from zoo.families.llamas.llama import LlamaLike
 from zoo.families.llamas.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
@@ -33,7 +34,7 @@ _EPS = 1e-6  # of the lengths of queries and keys
 
 
 class Layer(eqx.Module):
-    """What both kinds of layers have, stacked over a leading `L`; inside the scan, one layer's. Without a router there
+    """What all kinds of layers have, stacked over a leading `L`; inside the scan, one layer's. Without a router there
     is one MLP."""
 
     attn_norm: Float[Array, "*L D"]
@@ -43,14 +44,17 @@ class Layer(eqx.Module):
     down: Float[Array, "*L F D"] | Float[Array, "*L E F D"] | AbstractMatrix
     _: KW_ONLY
     router: Float[Array, "*L D E"] | AbstractMatrix | None = None
-    router_bias: None = None
+    router_bias: Float[Array, "*L E"] | None = None
+    gate_bias: None = None
+    up_bias: None = None
+    down_bias: None = None
     shared_router: Float[Array, "*L D G"] | AbstractMatrix | None = None
     shared_gate: Float[Array, "*L D U"] | AbstractMatrix | None = None
     shared_up: Float[Array, "*L D U"] | AbstractMatrix | None = None
     shared_down: Float[Array, "*L U D"] | AbstractMatrix | None = None
 
     def feed_forward(
-        self, x: Float[Array, "B S D"], seen: Any, config: DeltaLike, told: LayerPass, aux: Aux
+        self, x: Float[Array, "B S D"], seen: Any, config: LlamaLike, told: LayerPass, aux: Aux
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what a layer makes of what its heads have seen."""
         if self.router is not None:

@@ -104,7 +104,7 @@ def feed_forward(
     cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
     activation = ACTIVATIONS[config.activation]
     how = {"combine": lambda gate, up: activation(gate) * up} | how
-    if config.chosen_by_bias or config.router_groups > 1 or config.weight_scale != 1:
+    if config.sigmoid_router or config.chosen_by_bias or config.router_groups > 1 or config.weight_scale != 1:
         how["select"] = _in_groups(config)
 
     def between(x, seen):
@@ -136,6 +136,7 @@ def _in_groups(config: MixtureLike) -> Callable:
     if config.sigmoid_router:
         how = {"best": 2, "probability": jax.nn.sigmoid}
     how |= {"groups": config.router_groups, "kept": config.groups_per_token, "scale": config.weight_scale}
+    how["floor"] = config.weight_floor
     return functools.partial(group_limited, **how)
 
 

@@ -50,18 +50,13 @@ USUAL = "GLL"
 
 def _read(read: Any, num_layers: int) -> dict[str, Any]:
     """Return which layers see how far, and how their positions turn."""
-    every, listed = read.count("global_attn_every_n_layers", 3), read.raw.get("layer_types")
-    letters = {name: letter for letter, name in _TYPES.items()}
-    if listed is None:
-        listed = [_TYPES[LOCAL if layer % every else GLOBAL] for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or not set(map(str, listed)) <= set(letters):
-        read.problems.append(f"`layer_types`={listed!r} is not supported, only {num_layers} of {' and '.join(letters)}")
-        return {}
+    every = read.count("global_attn_every_n_layers", 3)
+    letters = read.types(_TYPES, "".join(LOCAL if layer % every else GLOBAL for layer in range(num_layers)))
     half = read.raw.get("sliding_window")  # which counts first, where transformers 5 has written it
     fields = {
         "window": read.size("local_attention", 128, {}) if half is None else 2 * read.size("sliding_window", 0, {})
     }
-    fields |= {"attention_pattern": pattern_of("".join(letters[name] for name in listed), USUAL)}
+    fields |= {"attention_pattern": pattern_of(letters, USUAL)}
     ropes = read.raw.get("rope_parameters") or {}
     for name, field, key, default in (
         (_TYPES[GLOBAL], "rope_theta", "global_rope_theta", 160_000.0),

@@ -35,14 +35,9 @@ _DELTA = (
 
 def _read(read: Any, num_layers: int) -> dict[str, Any]:
     """Return which layers have the delta rule: as listed, or all but every fourth."""
-    every, listed = read.count("full_attention_interval", 4), read.raw.get("layer_types")
-    letters = {name: letter for letter, name in _TYPES.items()}
-    if listed is None:
-        listed = [_TYPES[DELTA if (layer + 1) % every else ATTEND] for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or not set(map(str, listed)) <= set(letters):
-        read.problems.append(f"`layer_types`={listed!r} is not supported, only {num_layers} of {' and '.join(letters)}")
-        return {}
-    return {"layer_pattern": pattern_of("".join(letters[name] for name in listed), USUAL)}
+    every = read.count("full_attention_interval", 4)
+    usual = "".join(DELTA if (layer + 1) % every else ATTEND for layer in range(num_layers))
+    return {"layer_pattern": pattern_of(read.types(_TYPES, usual), USUAL)}
 
 
 def _write(config: Any) -> dict[str, Any]:

@@ -44,15 +44,10 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     every = read.count("no_rope_layer_interval", 4)
     listed = read.flags("no_rope_layers", num_layers) if read.raw.get("no_rope_layers") else None
     turn = [bool((layer + 1) % every) for layer in range(num_layers)] if listed is None else listed
-    chunk, types = read.raw.get("attention_chunk_size", 8192), read.raw.get("layer_types")
+    chunk = read.raw.get("attention_chunk_size", 8192)
     chunk = None if chunk is None else read.size("attention_chunk_size", 8192, {})
-    if types is None:
-        types = [_CHUNKED[LOCAL if one and chunk is not None else GLOBAL] for one in turn]
-    letters = {name: letter for letter, name in _CHUNKED.items()}
-    if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= set(letters):
-        read.problems.append(f"`layer_types`={types!r} is not supported, only {num_layers} of {' and '.join(letters)}")
-        return {}
-    if chunk is None and _CHUNKED[LOCAL] in types:
+    types = read.types(_CHUNKED, "".join(LOCAL if one and chunk is not None else GLOBAL for one in turn))
+    if chunk is None and LOCAL in types:
         read.problems.append(f"`layer_types` names {_CHUNKED[LOCAL]}, and there is no `attention_chunk_size`")
     tuned = read.raw.get("attn_temperature_tuning", True)  # 4 in published files, which is true
     if type(tuned) not in (bool, int):
@@ -60,7 +55,7 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     growth = read.number("attn_scale", 0.1)
     return {
         "rope_pattern": pattern_of("".join(ROTATED if one else UNROTATED for one in turn), USUAL),
-        "attention_pattern": pattern_of("".join(letters[name] for name in types), Llama4Like.attention_pattern),
+        "attention_pattern": pattern_of(types, Llama4Like.attention_pattern),
         "chunk": chunk,
         "growth": growth if tuned and growth else None,
         "growth_length": read.size("floor_scale", 8192, {}),

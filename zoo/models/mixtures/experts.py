@@ -277,6 +277,7 @@ def group_limited(
     best: int,
     probability: Callable,
     scale: float,
+    floor: float = 1e-20,
 ) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
     """Return what `route` does, of experts in the best groups alone (https://arxiv.org/abs/2405.04434, section 2.2).
 
@@ -294,6 +295,7 @@ def group_limited(
         best: how many of a group's experts, the best ones, are summed to compare groups.
         probability: makes probabilities of scores.
         scale: multiplies the weights.
+        floor: added to the sum of a token's weights before they are divided by it.
     """
     probs_TE = probability(scores)
     rivals_TE = probs_TE if bias is None else probs_TE + bias
@@ -306,7 +308,7 @@ def group_limited(
     held_TE = probs_TE if bias is not None else rivals_TE
     weights_TC = jnp.take_along_axis(held_TE, experts_TC, axis=1)
     if normalise:
-        weights_TC = weights_TC / (weights_TC.sum(-1, keepdims=True) + 1e-20)
+        weights_TC = weights_TC / (weights_TC.sum(-1, keepdims=True) + floor)
     return weights_TC * scale, experts_TC, probs_TE / probs_TE.sum(-1, keepdims=True)
 
 
