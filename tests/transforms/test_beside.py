@@ -210,6 +210,37 @@ def test_a_halo_is_one_whatever_else_is_large(fn):
     assert all(b[1] < 2 * s[1] for s, b in zip(small, beside, strict=True))
 
 
+def counted(h):
+    """Rows in a loop, whose counter is whole."""
+    return jnp.diff(lax.fori_loop(0, 3, lambda i, rows: jnp.sin(rows) + i, h), axis=0)
+
+
+def with_a_loss(h):
+    """Layers that hand on a loss beside the rows."""
+    (rows, loss), losses = lax.scan(lambda c, w: ((jnp.sin(c[0]) * w, c[1] + w), w * c[1]), (h, 1.0), jnp.arange(3.0))
+    return rows[1:] * rows[:-1] * loss + losses.sum()
+
+
+def chosen(h):
+    rows, scale = lax.cond(True, lambda h: (jnp.sin(h), 2.0), lambda h: (h, 1.0), h)
+    return jnp.roll(rows, 2, axis=0) * rows * scale
+
+
+def again(h):
+    rows, scale = jax.checkpoint(lambda h: (jnp.sin(h), jnp.float64(2)))(h)
+    return (rows[2:] - rows[:-2]) * scale
+
+
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("fn", [counted, with_a_loss, chosen, again], ids=lambda fn: fn.__name__)
+def test_neighbours_are_read_of_what_is_made_with_something_whole(fn, n):
+    loss = lambda x, w: (fn(x @ w) ** 2).sum()
+    args = draw(S, D), draw(D, F)
+    got, want = (jax.value_and_grad(each, (0, 1))(*args) for each in (tile(loss, (0, None), n), loss))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * float(abs(b).max()))
+
+
 def pooled(x, padding):
     return lax.reduce_window(jnp.tanh(x), 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), padding)
 

@@ -93,6 +93,16 @@ def test_a_function_without_derivatives_has_no_gradient():
     assert "gradient" not in str(plan)
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_function_that_jax_cannot_differentiate_has_no_gradient(n):
+    kinds = jax.ShapeDtypeStruct(SHAPES[0].shape[:1], jnp.int32)
+    products = tile(lambda h, kinds: jnp.ones((3, h.shape[1])).at[kinds].multiply(h), (0, 0), n)
+    same = lambda h: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(h.shape, h.dtype), h, vmap_method="sequential")
+    for plan in (products.plan(SHAPES[0], kinds), tile(lambda h: same(h).sum(), 0, n).plan(SHAPES[0])):
+        assert plan.gradient is None
+        assert "gradient" not in str(plan)
+
+
 def test_plan_prints_as_a_table():
     lines = str(tile(loss, (0, None, 0), 6).plan(*SHAPES)).splitlines()
     assert lines[0] == "2048 steps in 6 tiles of 342, the last 338"

@@ -420,7 +420,7 @@ def with_halos(loop: Loop) -> None:
 
     def longer(step: Step) -> Step:
         halo = even(union(asked.get(key, ALONE) for key in step.keys), grain(step.move))
-        assert halo == ALONE or all(isinstance(p, Tiled) for _, p in step.keys)
+        assert halo == ALONE or any(isinstance(p, Tiled) for _, p in step.keys)
         reach = step.move.reach
         refs = tuple(reading(ref, plus(halo, reach.get(i, ALONE))) for i, ref in enumerate(step.refs))
         return dataclasses.replace(step, refs=refs, halo=halo)

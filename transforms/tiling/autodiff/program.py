@@ -131,6 +131,7 @@ class Program:
     also: Residuals | None = None  # what its loops end in, returned after the outputs
     given: tuple[Residuals, int] | None = None  # those of another program, and the first input that holds them
     values: Program | None = None  # another program, whose results are this one's first ones
+    cut: Program | None = None  # what runs in its place: the loops of this one, cut along another axis too
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -174,6 +175,9 @@ class Program:
 
     @functools.cached_property
     def _attempt(self) -> tuple[Schedule, Residuals] | Refusal:
+        if self.cut is not None:  # of whose loops nothing is kept
+            found = self.cut._attempt
+            return found if isinstance(found, Refusal) else (found[0], Residuals(self.graph, ()))
         return within(self.options.named, self._attempted)
 
     @collections_paused()
@@ -229,7 +233,8 @@ class Program:
         def run(*args: Any, reuse: scan.Reuse) -> list[Any]:
             return scan.run(self.plan, args, self.wide, reuse=reuse)
 
-        in_place, apart = (functools.partial(run, reuse=reuse) for reuse in (self.reuse, {}))
+        reuse = {} if self.cut is not None else self.reuse
+        in_place, apart = (functools.partial(run, reuse=each) for each in (reuse, {}))
         return jax.jit(in_place), jax.jit(apart)
 
     @property
@@ -391,7 +396,8 @@ class Program:
             return jax.jvp(primal, tuple(primals), both[-len(active) :], has_aux=True)[1]
 
         extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
-        return dataclasses.replace(self.derive(forward, extra, given=len(active)), unseen=True)
+        made = dataclasses.replace(self.derive(forward, extra, given=len(active)), unseen=True)
+        return made if self.cut is None else cut_again(made, active, needed=False)
 
     @functools.cached_property
     def keeping(self) -> Keeping | None:
@@ -454,7 +460,7 @@ class Program:
 # ------------------------------------------------------------------------------------------------ a second cut
 
 
-def cut_again(program: Program, active: Sequence[int]) -> Program:
+def cut_again(program: Program, active: Sequence[int], needed: bool = True) -> Program:
     """A gradient program; with `lowmem=True`, its largest whole argument is cut too, along its largest dimension.
 
     Cut along the tokens, the gradient of a head `[D, V]` is a sum over the tiles: an accumulator of its size, in
@@ -464,6 +470,7 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     Args:
         program: returns gradients, among others.
         active: numbers of the inputs that are differentiated.
+        needed: whether one that cannot be cut so is refused.
 
     Raises:
         TileError: the function cannot be tiled along that dimension.
@@ -477,6 +484,8 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     dim = max(range(len(shape)), key=lambda d: shape[d])
     outer = _outer(program, largest, dim)
     if outer.refusal is not None:
+        if not needed:
+            return program
         raise TileError(
             f"cannot tile with lowmem=True, which cuts dimension {dim} of the argument {describe(avals[largest])} too: "
             f"{outer.refusal.message}\n  Or pass lowmem=False."
@@ -490,7 +499,8 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
 
     closed = jax.make_jaxpr(both)(*(like(a) for a in avals))
     options = dataclasses.replace(program.options, outline=True)
-    return Program(closed, program.placements, options, outer.wide, values=program.values)
+    # Derivatives are the program's own: its loops have lost what rules say of them.
+    return dataclasses.replace(program, wide=outer.wide, cut=Program(closed, program.placements, options, outer.wide))
 
 
 def _outer(program: Program, argument: int, dim: int) -> Program:

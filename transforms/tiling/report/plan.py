@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.layout import axes, devices, like, named
 from transforms.tiling.analysis.limits import human
-from transforms.tiling.autodiff.program import NO_REVERSE, Program
+from transforms.tiling.autodiff.program import Program
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.effects import sources
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.loops import Loop
@@ -319,6 +320,16 @@ class Run:
     def untiled(self) -> ClosedJaxpr:
         return self._trace(self.plain)
 
+    @property
+    def has_result(self) -> bool:
+        """Whether JAX can trace it untiled: it has no derivative of some functions."""
+        try:
+            return self.untiled is not None
+        except TileError:
+            raise
+        except (ValueError, NotImplementedError):
+            return False
+
     def _trace(self, fn: Callable[..., Any]) -> ClosedJaxpr:
         return jax.make_jaxpr(fn)(*(like(a) for a in self.avals))
 
@@ -336,30 +347,31 @@ def gradient_run(program: Program) -> Run | None:
 
     Those of one scalar; otherwise the cotangents of the results that have any are further arguments.
     """
-    try:
-        return _gradient(program)
-    except ValueError as error:
-        if NO_REVERSE in str(error):
-            return None
-        raise
-
-
-def _gradient(program: Program) -> Run | None:
     avals = program.closed.in_avals
     outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
     if not active:
         return None
     plain, scalar = functools.partial(_plain, program, active, outs), program.is_scalar(outs, active)
     cotangents = [] if scalar else [program.closed.out_avals[i] for i in outs]
+    untiled = Run((), plain, plain, [*avals, *cotangents])
     if program.is_one_tile:
-        found = Run((), plain, plain, [*avals, *cotangents])
-        return found if found.untiled else None
+        return untiled if untiled.has_result else None
+    try:
+        return _gradient(program, untiled, active, outs, scalar)
+    except (ValueError, NotImplementedError):
+        if untiled.has_result:
+            raise
+        return None  # JAX has none
+
+
+def _gradient(program: Program, untiled: Run, active: Sequence[int], outs: Sequence[int], scalar: bool) -> Run:
+    avals, plain = program.closed.in_avals, untiled.plain
     if not program.in_one_pass(outs, active):
         back = program.cotangent(tuple(active), tuple(outs))
         unit = [jnp.ones((), program.closed.out_avals[outs[0]].dtype)] if scalar else []
         forward = program.forward(tuple(active))
         both = lambda *args: _both(program, forward, back)(*args, *unit)
-        return Run((forward, back), both, plain, [*avals, *cotangents])
+        return Run((forward, back), both, plain, untiled.avals)
     joint, combine = program.gradient(tuple(active), outs[0])
 
     def run(*args: Any) -> Any:
