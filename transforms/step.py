@@ -28,6 +28,12 @@ def all_parameters(model: PyTree) -> PyTree:
     return jax.tree.map(eqx.is_inexact_array, model)
 
 
+def numbers_as_arrays(tree: PyTree) -> PyTree:
+    """Return a tree whose numbers are arrays, as `jax.jit` makes them: what is none is compiled in, and never moves."""
+    number = lambda leaf: isinstance(leaf, bool | int | float | complex)
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(type(leaf))) if number(leaf) else leaf, tree)
+
+
 class State(eqx.Module):
     """Everything that a step changes."""
 
@@ -43,7 +49,8 @@ class State(eqx.Module):
         trainable: Callable[[PyTree], PyTree] = all_parameters,
     ) -> "State":
         """Return the state before the first step. Works on abstract models under `eqx.filter_eval_shape`."""
-        return cls(model, optimizer.init(eqx.filter(model, trainable(model))), jnp.zeros((), jnp.int32))
+        opt_state = numbers_as_arrays(optimizer.init(eqx.filter(model, trainable(model))))
+        return cls(model, opt_state, jnp.zeros((), jnp.int32))
 
 
 def make_train_step(

@@ -33,6 +33,7 @@ from experiments import configs
 from experiments.commandline.console import CommandError, install
 from transforms import TileError
 from transforms.sharding import partitions
+from transforms.step import numbers_as_arrays
 from zoo.huggingface.config import from_hf
 from zoo.models.head import head
 
@@ -378,12 +379,18 @@ def _source(fn: Callable[..., Any]) -> str | None:
         return None
 
 
+def counted(mask: jax.Array, axis: int | None = None) -> jax.Array:
+    """Return how much the tokens count together; 1 where none does, so that their mean is 0."""
+    total = jnp.sum(mask, axis)
+    return jnp.where(total > 0, total, 1.0)
+
+
 def _number(value: Any, name: str, what: str, targets: Any, mask: Any) -> jax.Array:
     if not isinstance(value, jax.Array | np.ndarray | float | int):
         raise OwnError(f"cannot use objective.fn={name}: its {what} is no number, but {type(value).__name__}")
     value = jnp.asarray(value)
     if value.shape == targets.shape:
-        return jnp.sum(value * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+        return jnp.sum(value * mask) / counted(mask)
     pairs = targets.shape[:1] if targets.ndim == 3 else ()
     if value.shape not in ((), pairs):
         each = f"each label, {targets.shape}{f', or each pair, {pairs}' if pairs else ''}"
@@ -406,7 +413,38 @@ def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTrans
             f"{type(made).__name__}"
         )
     told = _in_words(failed, missing=MEASURED)
-    return made._replace(init=told(made.init), update=told(made.update))
+    init, move = told(made.init), told(made.update)
+
+    def update(updates: Any, state: Any, *args: Any, **extra: Any) -> tuple[Any, Any]:
+        moved, new = move(updates, state, *args, **extra)
+        return moved, _alike(new, state, failed)
+
+    return made._replace(init=lambda params: numbers_as_arrays(init(params)), update=update)
+
+
+def _alike(new: Any, state: Any, failed: str) -> Any:
+    """Return an optimizer's new state, whose numbers are arrays.
+
+    Raises:
+        OwnError: it is made of other arrays than the state before.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(state):
+        raise OwnError(f"{failed}: `update` returns a state of another structure than `init`: keep what is there")
+
+    def one(path: Any, new: Any, old: Any) -> Any:
+        if not isinstance(old, jax.Array):
+            return new
+        new = new if isinstance(new, jax.Array) else jnp.asarray(new)
+        if jax.typeof(new).weak_type and jnp.result_type(old, new) == old.dtype:
+            new = new.astype(old.dtype)
+        if (was := jax.typeof(old).str_short()) != (becomes := jax.typeof(new).str_short()):
+            where = jax.tree_util.keystr(path)
+            raise OwnError(
+                f"{failed}: its state{where} is {was}, and `update` makes it {becomes}: use .astype, .reshape"
+            )
+        return new
+
+    return jax.tree_util.tree_map_with_path(one, new, state)
 
 
 def pipeline(name: str) -> Any:

@@ -30,6 +30,7 @@ from zoo import kernels, model_class
 from zoo.adapters import lora
 from zoo.families.mixture import MixtureLike
 from zoo.formats import Format
+from zoo.huggingface.config import to_hf
 from zoo.huggingface.weights import shapes
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
@@ -385,6 +386,15 @@ def _experts(config: configs.Resolved) -> str | None:
     return None if why is None else f"{config.experts} {why}"
 
 
+def _unsaveable(config: configs.Resolved) -> str | None:
+    """Return why no folder can describe the model; None where one can."""
+    try:
+        to_hf(config.model.config, "float32")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be carried out as it is asked for, before anything is compiled; None where it can."""
     if (why := config.problem) is not None:
@@ -396,6 +406,8 @@ def problem(config: configs.Resolved) -> str | None:
         return f"cannot run with experts={config.experts}: {why}; or use experts=auto."
     if config.hardware.offloaded and (why := meshes.refusal()) is not None:
         return f"cannot use hardware.offload={config.hardware.offload}: {why}."
+    if config.save.final and (why := _unsaveable(config)) is not None:
+        return f"cannot save what is trained, as save.final=true asks: {why} Or leave save.final out."
     return adapter_problem(config.adapter, config.model.config)
 
 

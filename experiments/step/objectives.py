@@ -112,14 +112,14 @@ def preference(models, hiddens, targets, mask, *, compare: Callable[..., Any]):
 def answer_sums(models, hiddens, targets, mask):
     """Return sums over each answer's tokens that count [P, 2], chosen first.
 
-    These are log-probabilities, the model's and the reference's if there is one, and how many tokens there are, at
-    least one.
+    These are log-probabilities, the model's and the reference's if there is one, and how many tokens there are, one
+    where there is none.
     """
     sums = [
         -jnp.sum(label_losses(model.logits(hidden), targets) * mask, -1)
         for model, hidden in zip(models, hiddens, strict=True)
     ]
-    return *sums, jnp.maximum(mask.sum(-1), 1.0)
+    return *sums, own.counted(mask, -1)
 
 
 def dpo(policy, reference, lengths, *, how: configs.Dpo):
@@ -153,4 +153,4 @@ def _margin(values):
 
 
 def _mean(values, mask):
-    return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+    return jnp.sum(values * mask) / own.counted(mask)

@@ -231,7 +231,7 @@ class HeldOut:
             for name in found.keys() & MEASURED[self._paired]:
                 total[name] = total.get(name, 0.0) + float(found[name]) * batch.weight
             count += batch.weight
-        mean = {name: one / max(count, 1) for name, one in total.items()}
+        mean = {name: one / (count or 1) for name, one in total.items()}
         loss = mean.get("loss", 0.0)
         return dataclasses.replace(
             record,

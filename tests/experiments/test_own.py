@@ -20,6 +20,7 @@ from experiments.runtime import hardware, meshes, own
 from experiments.step import objectives
 from experiments.step.build import Programs
 from tests.experiments.runs import MICRO, rows
+from transforms.step import State, compile_step, make_train_step
 from zoo.models.head import head
 
 SIZES = dict(vocab_size=32, num_layers=1, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4)
@@ -410,6 +411,65 @@ def test_any_optax_optimizer_and_ones_own(start, written, tmp_path):
     for name, why in (("nothing", "must return an optax.GradientTransformation, not NoneType"), ("focal", "asks for")):
         with pytest.raises(own.OwnError, match=why):
             optimizer.build(configs.CustomOptimizer(fn=f"{written}:{name}", learning_rate=1.0), 3)
+
+
+COUNTING = """import jax, jax.numpy as jnp, numpy as np, optax
+def counts(learning_rate, begins, of="", to=""):
+    def update(grads, state, params=None):
+        count = state["count"] + 1
+        count = count.astype(to) if to == "int8" else count[None] if to == "longer" else count
+        moved = jax.tree.map(lambda g: -g / count, grads)
+        return moved, {"count": count, "of": of} if to != "other" else {"counts": count, "of": of}
+    return optax.GradientTransformation(lambda params: {"count": eval(begins), "of": of}, update)
+"""
+
+
+@pytest.fixture
+def counting(tmp_path):
+    (tmp_path / "counting.py").write_text(COUNTING)
+    return lambda **kwargs: own.optimizer(
+        configs.CustomOptimizer(fn=f"{tmp_path}/counting.py:counts", kwargs=kwargs), 0.1
+    )
+
+
+@pytest.mark.parametrize("begins", ["0", "0.0", "np.zeros((), int)", "jnp.zeros((), int)"])
+def test_numbers_in_the_state_of_ones_own_optimizer_move(counting, begins):
+    """They are arrays, as `jax.jit` makes them: what is none is compiled in."""
+    optimizer, model = counting(begins=begins, of="text"), {"w": jnp.ones(3)}
+    step = make_train_step(lambda model, batch: (model["w"].sum() * batch, {}), optimizer)
+    state = State.init(model, optimizer)
+    compiled = compile_step(step, jnp.float32(1), state)
+    for _ in range(3):
+        state, _ = compiled(jnp.float32(1), state)
+    np.testing.assert_allclose(state.model["w"], 1 - (1 + 1 / 2 + 1 / 3) * np.ones(3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("to", "why"),
+    [
+        ("int8", r"its state\['count'\] is int32\[\], and `update` makes it int8\[\]: use .astype, .reshape"),
+        ("longer", r"its state\['count'\] is int32\[\], and `update` makes it int32\[1\]"),
+        ("other", "`update` returns a state of another structure than `init`"),
+    ],
+)
+def test_a_state_of_another_type_is_said(counting, to, why):
+    optimizer, params = counting(begins="0", to=to), {"w": jnp.ones(3)}
+    with pytest.raises(own.OwnError, match=why):
+        optimizer.update(params, optimizer.init(params), params)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.01, 0.0])
+def test_tokens_that_count_little_together_have_the_mean_of_those_that_count(written, weight):
+    """A loss of each token, ours and a user's: their mean, however little they weigh; 0 where none does."""
+    model = zoo.Gemma.init(zoo.GemmaConfig(**SIZES), key=jax.random.key(0))
+    mask = weight * jnp.array([1.0, 0.5, 0, 1, 0, 0])
+    found = [
+        objectives.build(config)((model,), (jnp.ones((6, 8)),), jnp.arange(6), mask)[0]
+        for config in (configs.Pretrain(), configs.Custom(fn=f"{written}:each"))
+    ]
+    losses = objectives.label_losses(model.logits(jnp.ones((6, 8))), jnp.arange(6))
+    expected = (losses[0] + losses[1] / 2 + losses[3]) / 2.5 if weight else 0.0
+    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-6)
 
 
 def opened(*words):

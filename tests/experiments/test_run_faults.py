@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -39,6 +40,12 @@ def test_weights_whose_description_is_damaged(text, why, start, tmp_path, capsys
     (tmp_path / "config.json").write_text(text)
     assert start(f"model.weights={tmp_path}") == 2
     assert f"error: cannot use model.weights={tmp_path}: its config.json {why}" in capsys.readouterr().err
+
+
+def test_what_no_folder_can_describe_is_not_trained_to_be_saved(start, capsys):
+    assert start("model.window=4", "save.final=true") == 2
+    said = r"cannot save what is trained, as save.final=true asks: .*window needs Gemma 2.* Or leave save.final out"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_diverged_run_stops_after_writing_what_it_had(start, tmp_path, capsys):
