@@ -64,7 +64,8 @@ def _generate(config: Generate, argv: list[str]) -> None:
         compiler_options=opened.options,
     )
     try:
-        count, seconds = show(steps, config.prompt, opened.tokenizer, set(stop), chat=config.chat)
+        before = [[] if config.chat else ids for ids in prompts]
+        count, seconds = show(steps, config.prompt, before, opened.tokenizer, set(stop), chat=config.chat)
     except ValueError as error:
         print()  # after the prompt
         raise CommandError(str(error)) from None
@@ -97,13 +98,16 @@ def encode(config: Generate, tokenizer: Any) -> list[list[int]]:
     return [tokenizer.encode(text).tolist() for text in texts]
 
 
-def show(steps: Any, prompts: list[str], tokenizer: Any, stop: set[int], *, chat: bool) -> tuple[int, float]:
+def show(
+    steps: Any, prompts: list[str], before: list[list[int]], tokenizer: Any, stop: set[int], *, chat: bool
+) -> tuple[int, float]:
     """Print texts; return how many tokens there were, and the seconds after the first step.
 
-    One text is printed as it comes, but for characters that are not yet complete; several when all are over.
+    Each goes on from the ids `before` it, if there are any. One text is printed as it comes, but for characters that
+    are not yet complete; several when all are over.
     """
     alone, count, began, last = len(prompts) == 1, 0, 0.0, 0.0
-    step, shown = tokenizer.stream(), ""
+    step, shown = tokenizer.stream(before[0]), ""
     ids: list[list[int]] = [[] for _ in prompts]
     texts = ["" if chat else prompt for prompt in prompts]
     if alone:
@@ -121,9 +125,9 @@ def show(steps: Any, prompts: list[str], tokenizer: Any, stop: set[int], *, chat
                 shown += piece
                 print(piece, end="", flush=True)
     if alone:
-        print(tokenizer.decode(ids[0])[len(shown) :], flush=True)
+        print(tokenizer.decode(ids[0], before[0])[len(shown) :], flush=True)
     else:
-        found = [text + tokenizer.decode(row) for text, row in zip(texts, ids, strict=True)]
+        found = [text + tokenizer.decode(*own) for text, *own in zip(texts, ids, before, strict=True)]
         print("\n\n".join(found), flush=True)
     return count, last - began
 

@@ -22,6 +22,7 @@ from experiments.data.chat import FILE as TEMPLATE
 from experiments.data.corpus import BOS, BYTE_VOCAB, utf8
 from zoo.huggingface.folder import said
 
+NEAREST = 8  # ids before a text that say how it goes on from there
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
 SENTENCES = "tokenizer.model"
@@ -61,7 +62,7 @@ class Bytes:
         """Return the ids of a prompt, as the model expects it to start."""
         return [BOS, *self.encode(text).tolist()]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], before: Sequence[int] = ()) -> str:
         """Return the text of ids; what is no UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if i < BOS).decode(errors="replace")
 
@@ -73,7 +74,7 @@ class Bytes:
         """Return no special tokens, for no text names any."""
         return {}
 
-    def stream(self) -> Callable[[int], str]:
+    def stream(self, before: Sequence[int] = ()) -> Callable[[int], str]:
         """Return a function that takes one id after another and returns the text that is now complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda token: decoder.decode(bytes([token]) if token < BOS else b"")
@@ -166,21 +167,38 @@ class Folder:
         starts = np.array([start for start, _ in found.offsets], np.int64)
         return np.array(found.ids, np.int32), counts[np.minimum(starts, len(counts) - 1)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, special tokens left out."""
-        return self._inner.decode([int(i) for i in ids])
+    def decode(self, ids: Iterable[int], before: Sequence[int] = ()) -> str:
+        """Return the text of ids, special tokens left out.
+
+        Args:
+            ids: of the text.
+            before: those that it goes on from, if it does: some tokenizers leave out the space that a text begins with.
+        """
+        ids, before = [int(i) for i in ids], [int(i) for i in before[-NEAREST:]]
+        begun, whole = self._decode(before), self._decode([*before, *ids])
+        return whole[len(begun) :] if whole.startswith(begun) else self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._inner.decode(ids)
 
     def marks(self, texts: Sequence[str]) -> dict[int, str]:
         """Return the special tokens, which texts leave out, that are part of any of some texts, by their ids."""
         there = {i: token for i, token in self._whole.items() if any(token in text for text in texts)}
         return {i: token for i, token in there.items() if not self.decode([i])}
 
-    def stream(self) -> Callable[[int], str]:
-        """Return a function that takes one id after another and returns the text that is now complete."""
+    def stream(self, before: Sequence[int] = ()) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete.
+
+        Args:
+            before: the ids that the text goes on from, as `decode` takes them.
+        """
         from tokenizers.decoders import DecodeStream
 
         inner = DecodeStream(skip_special_tokens=True)
-        return lambda token: inner.step(self._inner, int(token)) or ""
+        step = lambda token: inner.step(self._inner, int(token)) or ""
+        for token in before[-NEAREST:]:
+            step(token)
+        return step
 
     def spell(self, token: int) -> tuple[str, bytes | None]:
         """Return the name of an id and the bytes that it adds to a text, None where it is special."""
@@ -271,9 +289,8 @@ class Sentences(Folder):
         counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
         return np.array(ids, np.int32), counts[np.minimum(np.array(starts, np.int64), len(counts) - 1)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, special tokens left out."""
-        stretches = itertools.groupby((int(i) for i in ids), lambda i: i if i in self._whole else None)
+    def _decode(self, ids: list[int]) -> str:
+        stretches = itertools.groupby(ids, lambda i: i if i in self._whole else None)
         text = "".join(
             self._decoded([*own]) if added is None else self._whole[added] * len([*own])
             for added, own in stretches
@@ -285,15 +302,19 @@ class Sentences(Folder):
         """Return the text of pieces, with the space that it may begin with."""
         return " " * self._inner.id_to_piece(ids[0]).startswith("\u2581") + self._inner.decode(ids)
 
-    def stream(self) -> Callable[[int], str]:
-        """Return a function that takes one id after another and returns the text that is now complete."""
+    def stream(self, before: Sequence[int] = ()) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete.
+
+        Args:
+            before: the ids that the text goes on from, as `decode` takes them.
+        """
         ids: list[int] = []
         shown = ""
 
         def step(token: int) -> str:
             nonlocal shown
             ids.append(int(token))
-            text = self.decode(ids)
+            text = self.decode(ids, before)
             if text.endswith("\ufffd"):  # a character whose bytes are still to come
                 return ""
             new, shown = text[len(shown) :], text

@@ -269,7 +269,8 @@ class Server:
         rooms = self._rooms(asked, prompts)
         guides = await self._guides(asked, len(prompts) * asked.n)
         ends, stop = self._stops(asked)
-        listeners = [Listener(self.told.tokenizer, asked.stop, ends, marks) for _ in prompts for _ in range(asked.n)]
+        tokenizer, begins = self.told.tokenizer, [() if asked.messages else ids for ids in prompts]
+        listeners = [Listener(tokenizer, one, asked.stop, ends, marks) for one in begins for _ in range(asked.n)]
 
         def answers(engine: Engine) -> Iterator[Answer]:
             for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
@@ -280,7 +281,7 @@ class Server:
                     guides=guides[own], priority=asked.priority, seconds=self.told.seconds,
                 )  # fmt: skip
 
-        reply, read = Reply(asked, self.told.name, self.told.tokenizer, parser), sum(map(len, prompts))
+        reply, read = Reply(asked, self.told.name, tokenizer, parser, begins), sum(map(len, prompts))
         texts = [text for text in self._begun(asked, prompts) for _ in range(asked.n)]
         before = await self._echoed(request, asked, prompts) if asked.echo and asked.top is not None else []
         if asked.max_tokens == 0:

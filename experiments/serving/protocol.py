@@ -502,15 +502,23 @@ class Reply:
         model: the name of the model.
         tokenizer: makes text of ids.
         parser: makes what tells a chat's thoughts from its answers, one for each answer.
+        begins: the ids that each prompt's answers go on from, if they do.
     """
 
-    def __init__(self, asked: Asked, model: str, tokenizer: Any, parser: Callable[[], Parser] = Unmarked):
-        self.asked, self._tokenizer = asked, tokenizer
+    def __init__(
+        self,
+        asked: Asked,
+        model: str,
+        tokenizer: Any,
+        parser: Callable[[], Parser] = Unmarked,
+        begins: Sequence[Sequence[int]] = (),
+    ):
+        self.asked, self._tokenizer, self._begins = asked, tokenizer, begins
         self.chat = bool(asked.messages)
         self._object = "chat.completion" if self.chat else "text_completion"
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._common = {"created": int(time.time()), "model": model}
-        self._offsets: defaultdict[int, _Offsets] = defaultdict(lambda: _Offsets(tokenizer.stream()))
+        self._offsets: dict[int, _Offsets] = {}
         self._parsers: defaultdict[int, Parser] = defaultdict(parser)
         self._held: defaultdict[int, str] = defaultdict(str)  # where tools may be called, what may be a call
         self._begun: set[int] = set()  # answers that have said something else before
@@ -590,5 +598,12 @@ class Reply:
             "tokens": [name(token.id) for token in tokens],
             "token_logprobs": [token.logprob if known(token) else None for token in tokens],
             "top_logprobs": [{name(i): p for i, p in token.top} if known(token) else None for token in tokens],
-            "text_offset": [self._offsets[index].of(token.id) for token in tokens],
+            "text_offset": [self._offset(index, token.id) for token in tokens],
         }
+
+    def _offset(self, index: int, token: int) -> int:
+        """Return where in an answer's text, or behind its echoed prompt, its next id stands."""
+        if index not in self._offsets:
+            before = self._begins[index // self.asked.n] if self._begins and not self.asked.echo else ()
+            self._offsets[index] = _Offsets(self._tokenizer.stream(before))
+        return self._offsets[index].of(token)

@@ -29,14 +29,22 @@ class Listener:
 
     Args:
         tokenizer: the model's.
+        before: the ids that the answer's text goes on from; none where it is a message of its own.
         stop: strings that end the answer.
         ends: ids that end it, and are no part of the text.
         marks: special tokens that are to be seen in the text all the same.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], ends: frozenset[int], marks: Mapping[int, str] = NO_MARKS):
+    def __init__(
+        self,
+        tokenizer: Any,
+        before: Sequence[int],
+        stop: Sequence[str],
+        ends: frozenset[int],
+        marks: Mapping[int, str] = NO_MARKS,
+    ):
         self._tokenizer, self._ends, self._stops, self._marks = tokenizer, ends, Stops(stop), marks
-        self._step, self._ids, self._length = tokenizer.stream(), [], 0
+        self._before, self._step, self._ids, self._length = before, tokenizer.stream(before), [], 0
         self.pieces: list[str] = []  # what each id adds to what may be shown
 
     def __call__(self, token: int) -> bool:
@@ -51,7 +59,7 @@ class Listener:
 
     def rest(self) -> str:
         """Return what is still to be shown once no more ids come."""
-        whole = self._tokenizer.decode(self._ids)
+        whole = self._tokenizer.decode(self._ids, self._before)
         return self._stops.feed(whole[self._length :], last=True)
 
 

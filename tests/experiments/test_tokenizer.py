@@ -333,6 +333,38 @@ def test_a_sentencepiece_model_alone_is_a_tokenizer(sentences):
     assert "Be brief." in made.chat.render(MESSAGES)
 
 
+@pytest.fixture
+def llamas(tmp_path):
+    """A tokenizer as Llama 2's, whose decoder takes the space from the beginning of a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    decoders = tokenizers.decoders
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    inner.train_from_iterator(["the sky is blue and the grass is green"] * 3, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["llamas", "sentences", "folder"])
+@pytest.mark.parametrize("text", ["the sky is blue and green", "a\u00e9 \U0001f600\u00e9x  y", " the"])
+def test_a_text_goes_on_from_another_with_the_space_between(request, kind, text):
+    """At every one of its ids: what is before, and what follows, is the whole."""
+    tokenizer = open_tokenizer(request.getfixturevalue(kind))
+    ids = tokenizer.prompt(text)
+    for at in range(len(ids) + 1):
+        before, rest = ids[:at], ids[at:]
+        step = tokenizer.stream(before)
+        streamed = "".join(step(token) for token in rest)
+        if "\ufffd" not in tokenizer.decode(before):  # where it is no half a character
+            assert tokenizer.decode(before) + tokenizer.decode(rest, before) == tokenizer.decode(ids)
+            assert tokenizer.decode(before) + streamed == tokenizer.decode(ids)
+
+
 def test_added_tokens_that_are_text_are_shown(sentences, tmp_path):
     """As transformers shows `<think>`, which a file says is not special."""
     shutil.copytree(sentences, tmp_path, dirs_exist_ok=True)
