@@ -40,6 +40,12 @@ class Held(dict[Any, Apart]):
         return TOGETHER
 
 
+def unreduced(aval: Any) -> frozenset[str]:
+    """The mesh axes over whose devices a value is still to be summed."""
+    sharding = named(aval)
+    return frozenset() if sharding is None else sharding.spec.unreduced
+
+
 def named(aval: Any) -> NamedSharding | None:
     """The sharding of a type, if it is part of the type: on a mesh whose axes are Explicit."""
     sharding = getattr(aval, "sharding", None)

@@ -248,6 +248,35 @@ def test_sync_tile_exchanges_with_every_tile():
     assert max(looped(step.as_text())) >= 4 * D * V // 8
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("axis", "how"), [(1, {"size": 7}), (1, {"n": 2}), (0, {"n": 2})])
+def test_sums_that_a_tile_within_leaves_to_its_end_are_made_before_parts_are_read(axis, how, dtype):
+    """An MLP that is cut within cut layers, its width spread."""
+
+    def mlp(up, down, x):
+        made = jnp.einsum("bsf,fd->bsd", jnp.tanh(x @ up), down, out_sharding=P("d"))
+        return x + made
+
+    rng, mesh = np.random.default_rng(0), mesh_of("fsdp_tp")
+    shapes, specs = ((D, V), (V, D), (B, S, D)), (P(None, "m"), P("m"), P("d"))
+    within = tile(mlp, axis=(None, None, 1), n=2)
+    layers = tile(lambda *args: within(*args) * 2, axis=(None, None, axis), **how)
+    with jax.set_mesh(mesh):
+        both = zip(shapes, specs, strict=True)
+        args = [
+            jax.device_put((rng.normal(size=one) / 4).astype(dtype), NamedSharding(mesh, spec)) for one, spec in both
+        ]
+        found, expected = (
+            quick.jit(jax.value_and_grad(lambda *args, fn=fn: jnp.sum(fn(*args).astype("float32") ** 2), (0, 1, 2)))(
+                *args
+            )
+            for fn in (layers, lambda *args: mlp(*args) * 2)
+        )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=(1e-5 if dtype == "float32" else 0.03) * np.abs(b).max())
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_gradients_of_one_device_in_bfloat16(name):
     fn, args, mesh = per_token, arguments(ml_dtypes.bfloat16), mesh_of(name)

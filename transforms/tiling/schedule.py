@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from transforms import layout
 from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.analysis.halo import even, plus, union
 from transforms.tiling.analysis.limits import FEWER, Limits, human, too_large
@@ -324,7 +325,9 @@ class Planner:
         move = pulled(node, want)
         if move is None or self.analysis.grain % grain(move) or unfit(self.analysis, node, move):
             return None
-        return move
+        # Of what devices are still to sum no part can be read: it is summed whole, where its loops end.
+        parts = (v for v, p in zip(node.inputs, move.ins, strict=True) if isinstance(p, Tiled))
+        return None if any(layout.unreduced(v.aval) for v in parts) else move
 
     def emit(self, root: Ref, d: int, loop: Loop) -> None:
         """Append the steps that compute `root`, operands first."""
