@@ -52,7 +52,7 @@ LOSSES = {
     "cumulative sum": lambda x, w: (jnp.cumsum((x @ w)[::-1], 0)[::-1] ** 2).sum(),
     "cumulative log-sum-exp": lambda x, w: (lax.cumlogsumexp((x @ w)[::-1], 0)[::-1] ** 2).sum(),
     "sum": lambda x, w: (nn.softmax((x @ w)[::-1]) ** 2).sum(),
-    "with weights": lambda x, w: ((x @ w)[::-1] * jnp.arange(N)[:, None]).sum(),
+    "with weights": lambda x, w: ((1 + x @ w)[::-1] * jnp.arange(N)[:, None]).sum(),  # terms that do not cancel
     "with themselves": lambda x, w: (jnp.sin(x @ w)[::-1] * jnp.cos(x @ w)[::-1]).sum(),
     "both dimensions": lambda x, w: (jnp.flip(jnp.sin(jnp.flip(x @ w)), 0) * jnp.arange(V)).sum(),
     "neighbours": lambda x, w: ((lambda z: z[1:] - 2 * z[:-1])((x @ w)[::-1]) ** 2).sum(),
