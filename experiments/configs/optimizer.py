@@ -73,6 +73,14 @@ class Optimizer:
     def __post_init__(self):
         if self.schedule is Schedule.wsd and self.warmup + self.cooldown > 1:
             raise refuse("optimizer.cooldown", self.cooldown, f"with warmup={self.warmup} it takes more than all steps")
+        usual, schedule = Optimizer.__dataclass_fields__, f"schedule={self.schedule.value}"
+        if self.cooldown != usual["cooldown"].default and self.schedule is not Schedule.wsd:
+            why = (
+                f"{schedule} has none: give optimizer.schedule=wsd" if OF_STEPS.allows(self.cooldown) else OF_STEPS.why
+            )
+            raise refuse("optimizer.cooldown", self.cooldown, why)
+        if self.final != usual["final"].default and self.schedule is Schedule.constant:
+            raise refuse("optimizer.final", self.final, f"{schedule} ends at its peak: take another schedule")
         if self.ema is not None and not self.ema < 1:
             raise refuse("optimizer.ema", self.ema, "the weights of old steps must decay: give less than 1")
 

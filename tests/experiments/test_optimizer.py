@@ -66,6 +66,11 @@ def test_schedules_warm_up_and_decay():
     ("values", "message"),
     [
         ({"cooldown": 1.0}, "optimizer.cooldown=1.0: it is a share of the steps"),
+        ({"cooldown": 0.5}, "optimizer.cooldown=0.5: schedule=cosine has none: give optimizer.schedule=wsd"),
+        (
+            {"final": 0.5, "schedule": configs.Schedule.constant},
+            "optimizer.final=0.5: schedule=constant ends at its peak",
+        ),
         ({"cooldown": 0.9, "warmup": 0.2, "schedule": configs.Schedule.wsd}, "with warmup=0.2 it takes more than all"),
         ({"final": 1.5}, "optimizer.final=1.5: it is a share of the peak"),
         ({"ema": 1.0}, "optimizer.ema=1.0: the weights of old steps must decay"),
