@@ -621,7 +621,7 @@ MUTANTS = {
     "lfm 2: norm eps": ("lfm2", _flip(norm_eps=1e-3)),
     "lfm 2: weights not normalised": ("lfm2_moe", _flip(normalise_weights=False)),
     "lfm 2: weights not scaled": ("lfm2_moe_other", _flip(weight_scale=1.0)),
-    "lfm 2: chosen without the bias": ("lfm2_moe", _flip(chosen_by_bias=False)),
+    "lfm 2: chosen without the bias": ("lfm2_moe", _without("router_bias")),
     "qwen 3.5: no gates behind attention": ("qwen3_5", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3.5: whole heads turn": ("qwen3_5", _flip(rotary_fraction=1.0)),
     "qwen 3.5: norms not less one": ("qwen3_5", _patch("zoo.families.llamas.qwen_next.Qwen35Config.norm_offset", 0.0)),
