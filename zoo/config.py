@@ -317,7 +317,12 @@ class Config:
         """What logits are multiplied by."""
         return None
 
-    # These three are fields of the families that have them.
+    # These four are fields of the families that have them.
+    @property
+    def final_softcap(self) -> float | None:
+        """At which logits level off."""
+        return None
+
     @property
     def window(self) -> int | None:
         """How many keys a query of a local layer sees."""

@@ -3,7 +3,6 @@
 Dimensions: `B` batch `S` sequence `D` embed `V` vocab `L` layers.
 """
 
-import abc
 import collections
 import dataclasses
 import functools
@@ -207,9 +206,10 @@ class Decoder(eqx.Module):
         """Return the logits in float32, soft-capped if the family does; the product's operands are as `hidden`."""
         return self.output()(hidden)
 
-    @abc.abstractmethod
     def output(self) -> Head:
         """Return what makes logits: a matrix of its own, or the table again."""
+        own = getattr(self, "head", None)  # families that are always tied have no such field
+        return Head(self.embed if own is None else own, self.config.final_softcap, self.config.logit_scale)
 
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""

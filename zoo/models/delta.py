@@ -25,7 +25,6 @@ from zoo.families.llamas.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Conf
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.head import Head
 from zoo.models.layers import accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
@@ -305,10 +304,6 @@ class Qwen35(Decoder):
     final_norm: Float[Array, " D"]
     head: Float[Array, "V D"] | AbstractMatrix | None
     config: Qwen35Config = eqx.field(static=True)
-
-    def output(self) -> Head:
-        """Return what makes logits: a matrix of its own, or the table again."""
-        return Head(self.embed if self.head is None else self.head)
 
 
 class Qwen3Next(mixture.AbstractMixture):

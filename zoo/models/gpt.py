@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Integer
 from zoo.families.gpts.gpt import GPTLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, layer_norm, lookup
 from zoo.models.llama import attention, attention_out
 from zoo.quantised import AbstractMatrix
@@ -113,7 +112,3 @@ class GPT(Decoder):
         """Return what the head reads of what the last layer made."""
         config = self.config
         return layer_norm(x, self.final_norm, self.final_norm_bias, config.norm_eps, offset=config.norm_offset)
-
-    def output(self) -> Head:
-        """Return what makes logits: a matrix of its own, or the table again."""
-        return Head(self.embed if self.head is None else self.head, scale=self.config.logit_scale)

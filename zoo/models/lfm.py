@@ -17,7 +17,6 @@ from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.delta import Layer, convolved
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.head import Head
 from zoo.models.layers import linear
 from zoo.quantised import AbstractMatrix
 
@@ -91,10 +90,6 @@ class Lfm(Decoder):
     final_norm: Float[Array, " D"]
     head: Float[Array, "V D"] | AbstractMatrix | None
     config: LfmConfig = eqx.field(static=True)
-
-    def output(self) -> Head:
-        """Return what makes logits: a matrix of its own, or the table again."""
-        return Head(self.embed if self.head is None else self.head)
 
 
 class LfmMoe(mixture.AbstractMixture):

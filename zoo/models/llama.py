@@ -19,7 +19,6 @@ from zoo.families.llamas.llama import LlamaLike
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, layer_norm, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
@@ -163,7 +162,3 @@ class Llama(Decoder):
     final_norm: Float[Array, " D"]
     head: Float[Array, "V D"] | AbstractMatrix | None
     config: LlamaLike = eqx.field(static=True)
-
-    def output(self) -> Head:
-        """Return what makes logits: a matrix of its own, or the table again."""
-        return Head(self.embed if self.head is None else self.head, scale=self.config.logit_scale)

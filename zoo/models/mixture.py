@@ -30,7 +30,6 @@ from zoo.models import llama
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, accumulator, linear, rms_norm
 from zoo.models.mixtures.experts import clamped, experts, formed, group_limited
 from zoo.quantised import AbstractMatrix
@@ -171,10 +170,6 @@ class AbstractMixture(Decoder):
 
     layers: eqx.AbstractVar[Any]
     head: eqx.AbstractVar[Float[Array, "V D"] | AbstractMatrix | None]
-
-    def output(self) -> Head:
-        """Return what makes logits: a matrix of its own, or the table again."""
-        return Head(self.embed if self.head is None else self.head)
 
     def balance(self, routed: list[Float[Array, "2 E"]]) -> Float[Array, ""]:
         """Return the balance loss of all sparse layers together, not yet weighted."""

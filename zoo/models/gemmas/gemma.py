@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from zoo.families.gemmas.gemma import Gemma3Config, GemmaConfig
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.head import Head
 from zoo.models.layers import gelu, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
@@ -75,7 +74,3 @@ class Gemma(Decoder):
     final_norm: Float[Array, " D"]
     head: Float[Array, "V D"] | AbstractMatrix | None
     config: AnyGemma = eqx.field(static=True)
-
-    def output(self) -> Head:
-        """Return what makes logits: the table again, or the head, and the soft cap."""
-        return Head(self.embed if self.head is None else self.head, self.config.final_softcap)

@@ -20,7 +20,6 @@ from transforms.sharding import constrain
 from zoo.families.gemmas.gemma3n import Gemma3nConfig, SharingLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.head import Head
 from zoo.models.layers import Widened, accumulator, gelu, linear, lookup, rms_norm
 from zoo.quantised import AbstractMatrix
 
@@ -236,10 +235,6 @@ class Gemma3n(Decoder):
         first = x[..., 0, :]
         others = [_as_large(_through(self.streams.out, i - 1, x[..., i, :]), first) for i in range(1, x.shape[-2])]
         return super().normalised(sum(others, first) / x.shape[-2])
-
-    def output(self) -> Head:
-        """Return what makes logits: the table again, and the soft cap."""
-        return Head(self.embed, self.config.final_softcap)
 
 
 def _through(stack: Any, i: int, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:

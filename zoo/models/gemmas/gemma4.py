@@ -21,7 +21,6 @@ from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.gemmas.gemma3n import layer_inputs
-from zoo.models.head import Head
 from zoo.models.layers import accumulator, gelu, linear, rms_norm
 from zoo.models.mixture import balance_loss
 from zoo.models.mixtures.experts import experts, weighed
@@ -218,7 +217,3 @@ class Gemma4(Decoder):
     def balance(self, routed: list[Float[Array, "2 E"]]) -> Float[Array, ""] | None:
         """Return the balance loss of a mixture, given how each run's blocks routed tokens."""
         return balance_loss(routed, getattr(self.config, "experts_per_token", 0)) if routed else None
-
-    def output(self) -> Head:
-        """Return what makes logits: the table again, and the soft cap."""
-        return Head(self.embed, self.config.final_softcap)
