@@ -107,8 +107,7 @@ def show(
     are not yet complete; several when all are over.
     """
     alone, count, began, last = len(prompts) == 1, 0, 0.0, 0.0
-    step, shown = tokenizer.stream(before[0]), ""
-    ids: list[list[int]] = [[] for _ in prompts]
+    streams = [tokenizer.stream(ids) for ids in before]
     texts = ["" if chat else prompt for prompt in prompts]
     if alone:
         print(texts[0], end="", flush=True)
@@ -119,16 +118,12 @@ def show(
         for row, token in enumerate(tokens.tolist()):
             if token < 0 or token in stop:
                 continue
-            ids[row].append(token)
+            piece = streams[row](token)
+            texts[row] += piece
             if alone:
-                piece = step(token)
-                shown += piece
                 print(piece, end="", flush=True)
-    if alone:
-        print(tokenizer.decode(ids[0], before[0])[len(shown) :], flush=True)
-    else:
-        found = [text + tokenizer.decode(*own) for text, *own in zip(texts, ids, before, strict=True)]
-        print("\n\n".join(found), flush=True)
+    rest = [stream.rest() for stream in streams]
+    print(rest[0] if alone else "\n\n".join(map("".join, zip(texts, rest, strict=True))), flush=True)
     return count, last - began
 
 

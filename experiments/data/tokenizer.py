@@ -3,7 +3,6 @@
 The packages `tokenizers` and `sentencepiece` (extra `hf`) are imported only where a folder is opened or made.
 """
 
-import codecs
 import hashlib
 import importlib
 import itertools
@@ -22,7 +21,9 @@ from experiments.data.chat import FILE as TEMPLATE
 from experiments.data.corpus import BOS, BYTE_VOCAB, utf8
 from zoo.huggingface.folder import said
 
-NEAREST = 8  # ids before a text that say how it goes on from there
+NEAREST = 8  # ids that say how a text goes on behind them
+UNKNOWN = "\ufffd"  # what bytes that are no UTF-8 become
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
 SENTENCES = "tokenizer.model"
@@ -62,7 +63,7 @@ class Bytes:
         """Return the ids of a prompt, as the model expects it to start."""
         return [BOS, *self.encode(text).tolist()]
 
-    def decode(self, ids: Iterable[int], before: Sequence[int] = ()) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; what is no UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if i < BOS).decode(errors="replace")
 
@@ -74,10 +75,69 @@ class Bytes:
         """Return no special tokens, for no text names any."""
         return {}
 
-    def stream(self, before: Sequence[int] = ()) -> Callable[[int], str]:
-        """Return a function that takes one id after another and returns the text that is now complete."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda token: decoder.decode(bytes([token]) if token < BOS else b"")
+    def stream(self, before: Sequence[int] = ()) -> "Stream":
+        """Return what makes text of ids as they come."""
+        return Stream(self.decode, before)
+
+
+class Stream:
+    """Makes text of ids as they come: what of it is complete at each, and in the end the rest.
+
+    What is given out is what the last few ids, which were given out before, and those behind them make, less what the
+    former do. A character may take several ids: until then they make U+FFFD.
+
+    Args:
+        decode: makes text of ids.
+        before: the ids that the text goes on from.
+        is_byte: whether an id is a byte, of those tokenizers that make U+FFFD of all neighbours of a wrong one.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        before: Sequence[int] = (),
+        is_byte: Callable[[int], bool] | None = None,
+    ):
+        self._decode, self._is_byte, self._before = decode, is_byte, before
+        self._ids: list[int] = []  # the last that were given out, and those that were not
+        self._shown: str | None = None  # what the former make
+
+    def __call__(self, token: int) -> str:
+        """Take an id; return the text that is now complete."""
+        self._begin()
+        self._ids.append(int(token))
+        whole = self._decode(self._ids)
+        return "" if whole.endswith(UNKNOWN) else self._given(whole)
+
+    def rest(self) -> str:
+        """Return what is left once no more ids come."""
+        return "" if self._shown is None else self._given(self._decode(self._ids))
+
+    def _given(self, whole: str) -> str:
+        assert self._shown is not None
+        new = whole[len(self._shown) :]
+        if new:
+            self._ids = self._nearest(self._ids)
+            self._shown = self._decode(self._ids)
+        return new
+
+    def _begin(self) -> None:
+        """Take what is before, when the first id is known to be one; of half a character there, none of it."""
+        if self._shown is None:
+            self._ids = self._nearest(self._before)
+            most = range(min(4, len(self._ids) + 1))
+            texts = (self._decode(self._ids[: len(self._ids) - half]) for half in most)
+            self._shown = next((text for text in texts if not text.endswith(UNKNOWN)), "")
+
+    def _nearest(self, ids: Sequence[int]) -> list[int]:
+        """The last few ids that make some text, from none on that is a byte behind another."""
+        first, made = len(ids), ""
+        while first and not made:
+            first = max(0, first - NEAREST)
+            while first and self._is_byte is not None and self._is_byte(ids[first]) and self._is_byte(ids[first - 1]):
+                first -= 1
+            made = self._decode(ids[first:])
+        return [int(i) for i in ids[first:]]
 
 
 class Folder:
@@ -167,38 +227,27 @@ class Folder:
         starts = np.array([start for start, _ in found.offsets], np.int64)
         return np.array(found.ids, np.int32), counts[np.minimum(starts, len(counts) - 1)]
 
-    def decode(self, ids: Iterable[int], before: Sequence[int] = ()) -> str:
-        """Return the text of ids, special tokens left out.
-
-        Args:
-            ids: of the text.
-            before: those that it goes on from, if it does: some tokenizers leave out the space that a text begins with.
-        """
-        ids, before = [int(i) for i in ids], [int(i) for i in before[-NEAREST:]]
-        begun, whole = self._decode(before), self._decode([*before, *ids])
-        return whole[len(begun) :] if whole.startswith(begun) else self._decode(ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._inner.decode(ids)
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+        return self._inner.decode([int(i) for i in ids])
 
     def marks(self, texts: Sequence[str]) -> dict[int, str]:
         """Return the special tokens, which texts leave out, that are part of any of some texts, by their ids."""
         there = {i: token for i, token in self._whole.items() if any(token in text for text in texts)}
         return {i: token for i, token in there.items() if not self.decode([i])}
 
-    def stream(self, before: Sequence[int] = ()) -> Callable[[int], str]:
-        """Return a function that takes one id after another and returns the text that is now complete.
+    def stream(self, before: Sequence[int] = ()) -> "Stream":
+        """Return what makes text of ids as they come.
 
         Args:
-            before: the ids that the text goes on from, as `decode` takes them.
+            before: the ids that the text goes on from, if it does: some tokenizers leave out the space that a text
+                begins with.
         """
-        from tokenizers.decoders import DecodeStream
+        return Stream(self.decode, before, self._is_byte)
 
-        inner = DecodeStream(skip_special_tokens=True)
-        step = lambda token: inner.step(self._inner, int(token)) or ""
-        for token in before[-NEAREST:]:
-            step(token)
-        return step
+    def _is_byte(self, token: int) -> bool:
+        """Whether an id stands for a byte of what the vocabulary does not have."""
+        return bool(BYTE.fullmatch(self._inner.id_to_token(token) or ""))
 
     def spell(self, token: int) -> tuple[str, bytes | None]:
         """Return the name of an id and the bytes that it adds to a text, None where it is special."""
@@ -289,8 +338,9 @@ class Sentences(Folder):
         counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
         return np.array(ids, np.int32), counts[np.minimum(np.array(starts, np.int64), len(counts) - 1)]
 
-    def _decode(self, ids: list[int]) -> str:
-        stretches = itertools.groupby(ids, lambda i: i if i in self._whole else None)
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+        stretches = itertools.groupby((int(i) for i in ids), lambda i: i if i in self._whole else None)
         text = "".join(
             self._decoded([*own]) if added is None else self._whole[added] * len([*own])
             for added, own in stretches
@@ -302,25 +352,8 @@ class Sentences(Folder):
         """Return the text of pieces, with the space that it may begin with."""
         return " " * self._inner.id_to_piece(ids[0]).startswith("\u2581") + self._inner.decode(ids)
 
-    def stream(self, before: Sequence[int] = ()) -> Callable[[int], str]:
-        """Return a function that takes one id after another and returns the text that is now complete.
-
-        Args:
-            before: the ids that the text goes on from, as `decode` takes them.
-        """
-        ids: list[int] = []
-        shown = ""
-
-        def step(token: int) -> str:
-            nonlocal shown
-            ids.append(int(token))
-            text = self.decode(ids, before)
-            if text.endswith("\ufffd"):  # a character whose bytes are still to come
-                return ""
-            new, shown = text[len(shown) :], text
-            return new
-
-        return step
+    def _is_byte(self, token: int) -> bool:
+        return token < self._inner.vocab_size() and self._inner.is_byte(token)
 
     def spell(self, token: int) -> tuple[str, bytes | None]:
         """Return the name of an id and the bytes that it adds to a text, None where it is special."""

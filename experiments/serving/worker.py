@@ -43,24 +43,20 @@ class Listener:
         ends: frozenset[int],
         marks: Mapping[int, str] = NO_MARKS,
     ):
-        self._tokenizer, self._ends, self._stops, self._marks = tokenizer, ends, Stops(stop), marks
-        self._before, self._step, self._ids, self._length = before, tokenizer.stream(before), [], 0
+        self._stream, self._ends, self._stops, self._marks = tokenizer.stream(before), ends, Stops(stop), marks
         self.pieces: list[str] = []  # what each id adds to what may be shown
 
     def __call__(self, token: int) -> bool:
         """Take an id; return whether a stop string is complete."""
         piece = "" if token in self._ends else self._marks.get(token, "")
         if token not in self._ends and not piece:
-            self._ids.append(token)
-            piece = self._step(token)
-            self._length += len(piece)
+            piece = self._stream(token)
         self.pieces.append(self._stops.feed(piece))
         return self._stops.found is not None
 
     def rest(self) -> str:
         """Return what is still to be shown once no more ids come."""
-        whole = self._tokenizer.decode(self._ids, self._before)
-        return self._stops.feed(whole[self._length :], last=True)
+        return self._stops.feed(self._stream.rest(), last=True)
 
 
 @dataclass(frozen=True)

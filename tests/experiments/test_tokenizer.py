@@ -14,6 +14,7 @@ from experiments.data import DataError, batches, corpus
 from experiments.data.chat import read_message
 from experiments.data.tokenizer import Bytes, open_tokenizer, train_bpe
 from experiments.results.summary import copy_tokenizer
+from experiments.serving.worker import Listener
 
 TEXTS = ["plain words, plain words", "naïve café — 東京 🙂🙂", "tabs\tand\r\nlines\n\n", " leading", "", "\x00\x7f"]
 MESSAGES = [
@@ -345,24 +346,54 @@ def llamas(tmp_path):
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
     inner.train_from_iterator(["the sky is blue and the grass is green"] * 3, trainer)
-    inner.save(str(tmp_path / "tokenizer.json"))
+    told = json.loads(inner.to_str())
+    told["added_tokens"] = told["added_tokens"][:3]  # bytes are no special tokens
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["llamas", "sentences", "folder"])
-@pytest.mark.parametrize("text", ["the sky is blue and green", "a\u00e9 \U0001f600\u00e9x  y", " the"])
-def test_a_text_goes_on_from_another_with_the_space_between(request, kind, text):
-    """At every one of its ids: what is before, and what follows, is the whole."""
-    tokenizer = open_tokenizer(request.getfixturevalue(kind))
-    ids = tokenizer.prompt(text)
+@pytest.fixture(params=["llamas", "sentences", "folder", "bytes"])
+def any_tokenizer(request):
+    return Bytes() if request.param == "bytes" else open_tokenizer(request.getfixturevalue(request.param))
+
+
+LONG = "hello \u65e5\u672c\u8a9e\u65e5\u672c\u8a9e\u65e5\u672c is good"
+
+
+@pytest.mark.parametrize(
+    "text", ["the sky is blue and green", "a\u00e9 \U0001f600\u00e9x  y", " the", LONG, "a\n\u672c\n"]
+)
+def test_a_text_goes_on_from_another_with_the_space_between(any_tokenizer, text):
+    """At every one of its ids: what is before, less half a character there, and what follows, is the whole."""
+    ids = [int(i) for i in any_tokenizer.prompt(text)]
     for at in range(len(ids) + 1):
-        before, rest = ids[:at], ids[at:]
-        step = tokenizer.stream(before)
-        streamed = "".join(step(token) for token in rest)
-        if "\ufffd" not in tokenizer.decode(before):  # where it is no half a character
-            assert tokenizer.decode(before) + tokenizer.decode(rest, before) == tokenizer.decode(ids)
-            assert tokenizer.decode(before) + streamed == tokenizer.decode(ids)
+        halves = (any_tokenizer.decode(ids[: at - half]) for half in range(min(4, at + 1)))
+        before = next(text for text in halves if not text.endswith("\ufffd"))
+        stream = any_tokenizer.stream(ids[:at])
+        streamed = "".join(map(stream, ids[at:])) + stream.rest()
+        assert before + streamed == any_tokenizer.decode(ids)
+
+
+def test_a_stop_string_that_begins_with_the_space_is_found(llamas):
+    tokenizer = open_tokenizer(llamas)
+    before, after = tokenizer.prompt("the sky"), tokenizer.prompt("the sky is blue and green")
+    listener = Listener(tokenizer, before, [" is"], frozenset())
+    found = [listener(token) for token in after[len(before) :]]
+    assert after[: len(before)] == before and any(found)
+    assert "".join(listener.pieces[: found.index(True) + 1]) == ""
+    tokenizer.stream([1, -1, 2**70])  # which the engine refuses, before a first id comes
+
+
+def test_ids_that_make_no_text_make_something_at_random(any_tokenizer):
+    """Bytes that are no UTF-8, behind others that were: nothing fails, and what is in order is there."""
+    rng, size = np.random.default_rng(0), any_tokenizer.vocab_size
+    word = any_tokenizer.encode("green").tolist()
+    for _ in range(200):
+        ids = rng.integers(0, min(size, 300), 12).tolist()
+        stream = any_tokenizer.stream(ids[:4])
+        streamed = "".join(map(stream, [*ids[4:], *word, *word]))
+        assert "green" in streamed or "gre" in streamed.replace(" ", "")
 
 
 def test_added_tokens_that_are_text_are_shown(sentences, tmp_path):
