@@ -419,7 +419,24 @@ def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTrans
         moved, new = move(updates, state, *args, **extra)
         return moved, _alike(new, state, failed)
 
-    return made._replace(init=lambda params: numbers_as_arrays(init(params)), update=update)
+    return made._replace(init=lambda params: numbers_as_arrays(_of_arrays(init(params), failed)), update=update)
+
+
+def _of_arrays(state: Any, failed: str) -> Any:
+    """Return an optimizer's state.
+
+    Raises:
+        OwnError: something in it is no array, number or text: it would stay as it begins.
+    """
+    known = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | bool | int | float | complex | str | bytes
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not isinstance(leaf, known):
+            where, kind = jax.tree_util.keystr(path), type(leaf).__name__
+            raise OwnError(
+                f"{failed}: its state{where} is of type {kind}, in which nothing would move: use dicts, tuples and "
+                f"arrays, or jax.tree_util.register_dataclass"
+            )
+    return state
 
 
 def _alike(new: Any, state: Any, failed: str) -> Any:

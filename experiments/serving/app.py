@@ -269,7 +269,8 @@ class Server:
         rooms = self._rooms(asked, prompts)
         guides = await self._guides(asked, len(prompts) * asked.n)
         ends, stop = self._stops(asked)
-        tokenizer, begins = self.told.tokenizer, [() if asked.messages else ids for ids in prompts]
+        own = bool(asked.messages) and not asked.continues  # answers are messages of their own
+        tokenizer, begins = self.told.tokenizer, [() if own else ids for ids in prompts]
         listeners = [Listener(tokenizer, one, asked.stop, ends, marks) for one in begins for _ in range(asked.n)]
 
         def answers(engine: Engine) -> Iterator[Answer]:

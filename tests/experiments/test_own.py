@@ -444,6 +444,14 @@ def test_numbers_in_the_state_of_ones_own_optimizer_move(counting, begins):
     np.testing.assert_allclose(state.model["w"], 1 - (1 + 1 / 2 + 1 / 3) * np.ones(3), rtol=1e-6)
 
 
+def test_a_state_in_which_nothing_would_move_is_said(tmp_path):
+    made = "optax.GradientTransformation(lambda params: {'of': type('Count', (), {'count': 0})()}, None)"
+    (tmp_path / "held.py").write_text(f"import optax\ndef held(learning_rate):\n    return {made}\n")
+    optimizer = own.optimizer(configs.CustomOptimizer(fn=f"{tmp_path}/held.py:held"), 0.1)
+    with pytest.raises(own.OwnError, match=r"its state\['of'\] is of type Count, in which nothing would move"):
+        optimizer.init({"w": jnp.ones(3)})
+
+
 @pytest.mark.parametrize(
     ("to", "why"),
     [

@@ -210,6 +210,36 @@ def test_a_halo_is_one_whatever_else_is_large(fn):
     assert all(b[1] < 2 * s[1] for s, b in zip(small, beside, strict=True))
 
 
+def smoothed(h, padding, width=3):
+    return conv(h[None], jnp.ones((width, 1, F), h.dtype) / width, padding, F)[0]
+
+
+def highest(h):
+    return lax.reduce_window(h, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME")
+
+
+WINDOWS = {
+    "padded over unpadded": lambda h: smoothed(smoothed(h, "VALID"), "SAME"),
+    "the highest": lambda h: highest(smoothed(h, "VALID")),
+    "unpadded again": lambda h: smoothed(smoothed(smoothed(h, "VALID"), "SAME"), "VALID", 2),
+    "of a part": lambda h: highest(smoothed(h[1:-2], "SAME")),
+    "of two parts": lambda h: smoothed(jnp.concatenate([h[:2], h[5:]]), "SAME"),
+    "summed": lambda h: jnp.cumsum(smoothed(smoothed(h, "VALID"), "SAME"), 0),
+}
+
+
+@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_over_a_part_have_neighbours(name, n):
+    """What is not part of an axis any more is whole, where it may be: a piece of it has no neighbours."""
+    loss = lambda x, w: (WINDOWS[name](x @ w) ** 2).sum()
+    args = draw(S, D), draw(D, F)
+    tiled = tile(loss, (0, None), n, gather="any")
+    got, want = (jax.value_and_grad(each, (0, 1))(*args) for each in (tiled, loss))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * float(abs(b).max()))
+
+
 def counted(h):
     """Rows in a loop, whose counter is whole."""
     return jnp.diff(lax.fori_loop(0, 3, lambda i, rows: jnp.sin(rows) + i, h), axis=0)

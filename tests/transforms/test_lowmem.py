@@ -125,6 +125,31 @@ def test_derivatives_of_gradients_are_those_of_the_function_not_of_the_loops(fn,
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * float(jnp.abs(want).max()))
 
 
+def of_all(weight, x):
+    return jax.nn.logsumexp(jnp.sin(x) @ weight)
+
+
+def gated(weight, x):
+    both = x @ weight
+    return (both[:, :5] * jax.nn.sigmoid(both[:, 5:])).repeat(2, 1).max(-1).mean()
+
+
+@pytest.mark.parametrize("size", [3, 5])  # of ten: the last one shorter, or not
+@pytest.mark.parametrize("fn", [of_all, gated], ids=lambda fn: fn.__name__)
+def test_a_second_cut_may_leave_a_shorter_piece(fn, size, monkeypatch):
+    """Of a tile within a tile, and of `lowmem`, whose pieces are as short here."""
+    monkeypatch.setattr("transforms.tiling.autodiff.program.SMALLEST", size)
+    monkeypatch.setattr("transforms.tiling.autodiff.program.PIECE", 1)
+    rng = np.random.default_rng(0)
+    weight, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 10), (12, 4)))
+    within = lambda weight, x: tile(fn, (1, None), size=size, gather="any")(weight, x)
+    want = quick.jit(jax.value_and_grad(fn, (0, 1)))(weight, x)
+    for tiled in (tile(within, (None, 0), 2, gather="any"), tile(fn, (None, 0), 2, lowmem=True, gather="any")):
+        got = quick.jit(jax.value_and_grad(tiled, (0, 1)))(weight, x)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
+
+
 @pytest.mark.measured
 def test_products_with_the_hessian_are_formed_piece_by_piece_too():
     shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((1024, 64), "float32"), ((8192, 64), "float32"))]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from transforms.layout import named
 from transforms.tiling.analysis.rounding import Walk, is_mask
@@ -28,6 +29,9 @@ from transforms.tiling.rules import Move, register
 from transforms.tiling.rules.factors import peel
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
+stored_p.def_impl(lambda x: x)  # of what turned out to be whole
+stored_p.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(stored_p, lambda context, x: [x])
 agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known, the rest, has it
 
 

@@ -182,8 +182,8 @@ class _Writer:
 
     def runs(self, node: Node, move: Move) -> bool:
         """Whether results of pieces can be put together."""
-        if grain(move) > 1:
-            return False
+        if grain(move) > 1 or move.reach:
+            return False  # a piece has no neighbours
         joined = node.params["dimension"] if node.name == "concatenate" else None
         if self.spans[0].total == 1 and any(isinstance(p, Tiled) and p.dim == joined for p in move.outs):
             return False  # one row is no axis of which others are multiples

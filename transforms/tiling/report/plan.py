@@ -322,13 +322,11 @@ class Run:
 
     @property
     def has_result(self) -> bool:
-        """Whether JAX can trace it untiled: it has no derivative of some functions."""
+        """Whether JAX can trace it untiled: it has no derivative of some functions. A refusal is told where it runs."""
         try:
             return self.untiled is not None
-        except TileError:
-            raise
-        except (ValueError, NotImplementedError):
-            return False
+        except (ValueError, NotImplementedError) as error:
+            return isinstance(error, TileError)
 
     def _trace(self, fn: Callable[..., Any]) -> ClosedJaxpr:
         return jax.make_jaxpr(fn)(*(like(a) for a in self.avals))

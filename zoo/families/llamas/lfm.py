@@ -64,7 +64,7 @@ def _width(read: Any) -> dict[str, Any]:
     if read.raw.get("block_ffn_dim_multiplier", 1.0) is None:
         return {"mlp_dim": width}
     times, each = read.number("block_ffn_dim_multiplier", 1.0), read.count("block_multiple_of", 256)
-    return {"mlp_dim": -(-int((times or 1.0) * width) // each) * each}
+    return {"mlp_dim": 0 if times is None else -(-int(times * width) // each) * each}
 
 
 _EPS: dict[str, tuple[str, float | None]] = {"norm_eps": ("norm_eps", 1e-5)}

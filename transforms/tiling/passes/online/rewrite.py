@@ -243,11 +243,12 @@ class _Writer:
         key = ("running", value)
         if key not in self.done.copies:
             if isinstance(placement, Partial):
-                made = add(self.nodes, node, running_p, [value], [value.aval], op=placement.op)
+                (made,) = add(self.nodes, node, running_p, [value], [value.aval], op=placement.op)
+                self.done.copies[key] = made
             else:
                 inputs = [self.running(v) for v in node.inputs]
-                made = add(self.nodes, node, node.primitive, inputs, [value.aval], **node.params)
-            (self.done.copies[key],) = made
+                made = add(self.nodes, node, node.primitive, inputs, [v.aval for v in node.outputs], **node.params)
+                self.done.copies |= {("running", v): twin for v, twin in zip(node.outputs, made, strict=True)}
         return self.done.copies[key]
 
 
