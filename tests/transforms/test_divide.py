@@ -215,6 +215,7 @@ AROUND = {
     ),
     "edge": lambda h: differences(jnp.pad(h, ((1, 1), (0, 0)), mode="edge")),
     "reflect": lambda h: differences(jnp.pad(h, ((1, 1), (0, 0)), mode="reflect")),
+    "a ramp": lambda h: differences(jnp.pad(h, ((1, 1), (0, 0)), mode="linear_ramp")),
     "wrap": lambda h: differences(jnp.pad(h, ((1, 1), (0, 0)), mode="wrap")),
     "sums before": lambda h: (jnp.pad(jnp.cumsum(h, 0), ((1, 0), (0, 0)))[:-1] * jnp.sin(h)).sum(),
     "mean of those before": lambda h: ((h[1:] - jnp.cumsum(h, 0)[:-1] / jnp.arange(1, len(h))[:, None]) ** 2).mean(),

@@ -33,7 +33,8 @@ def canonical(graph: Graph) -> Graph:
 def drop_empty(graph: Graph) -> Graph:
     """Let a join read what its result holds anything of, and be that if it is one: a padding by nothing is one, too.
 
-    So are, in its derivative, splits into one part and nothing, and sums with what is summed of nothing.
+    So are, in its derivative, splits into one part and nothing, and sums with what is summed of nothing. What is one
+    long is its own reversal.
     """
     same: dict[Value, Value] = {}
     zeros: set[Value] = set()
@@ -54,6 +55,8 @@ def drop_empty(graph: Graph) -> Graph:
             zeros.add(node.outputs[0])
         elif node.name == "split" and parts:
             same[parts[0]] = operand
+        elif node.name == "rev" and all(operand.shape[d] in (0, 1) for d in node.params["dimensions"]):
+            same[node.outputs[0]] = operand
         elif node.name in ("add", "add_any") and not zeros.isdisjoint((operand, *others)):
             same[node.outputs[0]] = others[0] if operand in zeros else operand
     graph.substitute(same)
