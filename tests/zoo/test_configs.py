@@ -252,6 +252,15 @@ def test_dense_layers_come_first_or_are_refused():
             "rope_scaling.rope_type=yarn is not supported",
         ),
         ("hunyuan_7b", {"use_qk_norm": False}, "`use_qk_norm`=False is not supported, only True"),
+        ("lfm2_350m", {"block_ff_dim": "wide"}, "`block_ff_dim`='wide' is not an integer"),
+        (
+            "lfm2_350m",
+            {"block_auto_adjust_ff_dim": True, "block_multiple_of": 0},
+            "`block_multiple_of`=0 is not positive",
+        ),
+        ("lfm2_350m", {"conv_bias": True}, "`conv_bias`=True is not supported, only False"),
+        ("lfm2_350m", {"layer_types": ["conv"] * 15 + ["mamba"]}, "only 16 of conv and full_attention"),
+        ("lfm2_8b_a1b", {"num_dense_layers": 24}, "first_dense=24 must be from 0 to 23"),
         ("exaone4_32b", {"sliding_window_pattern": "LX", "layer_types": ...}, "neither a number nor letters L, G"),
         ("exaone4_32b", {"sliding_window_pattern": 0, "layer_types": ...}, "neither a number nor letters L, G"),
         (

@@ -57,14 +57,16 @@ def _write(config: Any) -> dict[str, Any]:
 
 def _width(read: Any) -> dict[str, Any]:
     """Return the width of the MLP, of which files hold what it is made from."""
-    width = read.count("block_ff_dim" if "block_ff_dim" in read.raw else "intermediate_size", 12_288)
+    width = read.size("block_ff_dim" if "block_ff_dim" in read.raw else "intermediate_size", 12_288, {})
     if not read.flag("block_auto_adjust_ff_dim", True):
         return {"mlp_dim": width}
     width = int(2 * width / 3)
     if read.raw.get("block_ffn_dim_multiplier", 1.0) is None:
         return {"mlp_dim": width}
-    times, each = read.number("block_ffn_dim_multiplier", 1.0), read.count("block_multiple_of", 256)
-    return {"mlp_dim": 0 if times is None else -(-int(times * width) // each) * each}
+    times, each = read.number("block_ffn_dim_multiplier", 1.0), read.size("block_multiple_of", 256, {})
+    if each < 1:
+        read.problems.append(f"`block_multiple_of`={each} is not positive")
+    return {"mlp_dim": 0 if times is None or each < 1 else -(-int(times * width) // each) * each}
 
 
 _EPS: dict[str, tuple[str, float | None]] = {"norm_eps": ("norm_eps", 1e-5)}
