@@ -162,8 +162,8 @@ def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
     # mixture that stands between two experts to the other one.
     typical = (lambda logits: np.median(errors(logits))) if isinstance(model, AbstractMixture) else whole
     # Of Qwen 3 Next one token here does, and the norm behind the delta rule magnifies what is small; so do the bounds
-    # at which Gemma 3n cuts gates off.
-    if case in ("qwen3_next", "gemma3n"):
+    # at which Gemma 3n cuts gates off. Between LFM's gates three rounded numbers are multiplied.
+    if case in ("qwen3_next", "gemma3n", "lfm2"):
         assert typical(logits) < min(0.03, 1.3 * typical(theirs))
     else:
         assert typical(logits) < 0.02
