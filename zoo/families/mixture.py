@@ -131,52 +131,33 @@ class MixtureLike:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedLike(MixtureLike):
-    """What mixtures like DeepSeek's share: the first layers are dense, an expert without a gate is met by every token,
-    and the others may be chosen in groups. Inherited as `MixtureLike` is.
+class DenseFirst(MixtureLike):
+    """What mixtures share whose first layers are dense, and each of whose experts has a probability of its own.
+    Inherited as `MixtureLike` is.
 
     Attributes:
         first_dense: how many layers have one MLP and no router: the first ones.
-        dense_mlp_dim: hidden width of those.
-        shared_experts: experts that every token meets, as one MLP so many times as wide; 0 is none.
-        router_groups: into how many groups experts are divided.
-        groups_per_token: from how many of them a token's experts may be.
+        dense_mlp_dim: hidden width of layers without experts.
         weight_scale: multiplies the weights of experts.
     """
 
     balance_weight: float = 0.0
     first_dense: int = 0
     dense_mlp_dim: int = 18_432
-    shared_experts: int = 1
-    router_groups: int = 1
-    groups_per_token: int = 1
     weight_scale: float = 1.0
 
     def router_problems(self) -> list[str]:
         """Say what is wrong with the numbers of the router, and of the layers without one."""
         problems = super().router_problems() + not_positive(self, ("dense_mlp_dim", "weight_scale"))
-        if self.shared_experts < 0:
-            problems.append(f"shared_experts={self.shared_experts} must be zero or more")
         layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
         if not 0 <= self.first_dense < layers:
             problems.append(f"first_dense={self.first_dense} must be from 0 to {layers - 1}")
-        if not 1 <= self.groups_per_token <= self.router_groups or self.num_experts % max(1, self.router_groups):
-            problems.append(
-                f"router_groups={self.router_groups} must divide num_experts={self.num_experts}, and "
-                f"groups_per_token={self.groups_per_token} be from 1 to it"
-            )
         return problems
 
     @property
     def sigmoid_router(self) -> bool:
         """Whether each expert's probability is its own, of a sigmoid; elsewhere they sum to one."""
         return True
-
-    @property
-    def beside(self) -> tuple[str, ...]:
-        """The beginnings of the names of a model that guesses several tokens at once, behind the last layer."""
-        layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
-        return tuple(f"model.layers.{layers + extra}." for extra in range(8)) if self.sigmoid_router else ()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -186,8 +167,47 @@ class GroupedLike(MixtureLike):
     @property
     def dims(self) -> dict[str, int]:
         """The size of each dimension letter that a parameter can have."""
+        return super().dims | {"P": self.dense_mlp_dim}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedLike(DenseFirst):
+    """What mixtures like DeepSeek's share: an expert without a gate is met by every token, and the others may be chosen
+    in groups. Inherited as `MixtureLike` is.
+
+    Attributes:
+        shared_experts: experts that every token meets, as one MLP so many times as wide; 0 is none.
+        router_groups: into how many groups experts are divided.
+        groups_per_token: from how many of them a token's experts may be.
+    """
+
+    shared_experts: int = 1
+    router_groups: int = 1
+    groups_per_token: int = 1
+
+    def router_problems(self) -> list[str]:
+        """Say what is wrong with the numbers of the router, and of the layers without one."""
+        problems = super().router_problems()
+        if self.shared_experts < 0:
+            problems.append(f"shared_experts={self.shared_experts} must be zero or more")
+        if not 1 <= self.groups_per_token <= self.router_groups or self.num_experts % max(1, self.router_groups):
+            problems.append(
+                f"router_groups={self.router_groups} must divide num_experts={self.num_experts}, and "
+                f"groups_per_token={self.groups_per_token} be from 1 to it"
+            )
+        return problems
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The beginnings of the names of a model that guesses several tokens at once, behind the last layer."""
+        layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
+        return tuple(f"model.layers.{layers + extra}." for extra in range(8)) if self.sigmoid_router else ()
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
         dims = super().dims
-        return dims | {"P": self.dense_mlp_dim, "U": self.shared_experts * dims["F"]}
+        return dims | {"U": self.shared_experts * dims["F"]}
 
     def grouped_rows(
         self, attention: tuple[Row, ...], experts: tuple[Row, ...] = EXPERTS, choice: Row = CHOICE

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from zoo.config import not_positive, pattern_of, pattern_problems
 from zoo.dialect import Dialect, sizes
 from zoo.families.llamas.llama import LlamaLike
-from zoo.families.mixture import EXPERTS, MixtureLike, dense_row
+from zoo.families.mixture import EXPERTS, DenseFirst, dense_row
 from zoo.parameters import ATTENTION, HEAD, LAYER, MLP, MLP_NORM, QK_NORMS, Row
 
 CONV, ATTEND = "CA"
@@ -179,16 +179,13 @@ class LfmConfig(ConvLike):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LfmMoeConfig(MixtureLike, ConvLike):
+class LfmMoeConfig(DenseFirst, ConvLike):
     """LFM 2 and 2.5 that are mixtures of experts.
 
     Attributes:
         mlp_dim: hidden width of one expert.
-        dense_mlp_dim: hidden width of layers without experts.
-        first_dense: how many layers have one MLP and no router: the first ones.
         normalise_weights: the weights of the chosen experts sum to one before they are scaled.
         chosen_by_bias: a bias takes part in choosing experts, and not in weighing them.
-        weight_scale: multiplies the weights of experts.
     """
 
     model: ClassVar[str] = "zoo.models.lfm.LfmMoe"
@@ -219,24 +216,14 @@ class LfmMoeConfig(MixtureLike, ConvLike):
 
     num_experts: int = 32
     experts_per_token: int = 4
-    balance_weight: float = 0.0
     dense_mlp_dim: int = 7168
     first_dense: int = 2
     normalise_weights: bool = True
     chosen_by_bias: bool = True
-    weight_scale: float = 1.0
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        own = self.router_problems() + not_positive(self, ("dense_mlp_dim", "weight_scale"))
-        if not 0 <= self.first_dense < self.num_layers:
-            own.append(f"first_dense={self.first_dense} must be from 0 to {self.num_layers - 1}")
-        return super().problems() + own
-
-    @property
-    def sigmoid_router(self) -> bool:
-        """Whether each expert's probability is its own, of a sigmoid; elsewhere they sum to one."""
-        return True
+        return super().problems() + self.router_problems()
 
     @property
     def weight_floor(self) -> float:
@@ -244,20 +231,10 @@ class LfmMoeConfig(MixtureLike, ConvLike):
         return 1e-6
 
     @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """The layers that have one MLP and no router."""
-        return tuple(range(self.first_dense))
-
-    @property
     def layer_stacks(self) -> tuple[str, ...]:
         """Which of the model's stacks of blocks each layer is in."""
         kinds = {(False, False): "layers", (False, True): "conv", (True, False): "dense", (True, True): "dense_conv"}
         return tuple(kinds[i < self.first_dense, i in self.recurrent_layers] for i in range(self.num_layers))
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """The size of each dimension letter that a parameter can have."""
-        return super().dims | {"P": self.dense_mlp_dim}
 
     def mlp(self, stack: str) -> tuple[Row, ...]:
         """Return the rows of what stands behind the heads, or the convolution, of a stack of layers."""
