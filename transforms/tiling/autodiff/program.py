@@ -233,8 +233,7 @@ class Program:
         def run(*args: Any, reuse: scan.Reuse) -> list[Any]:
             return scan.run(self.plan, args, self.wide, reuse=reuse)
 
-        reuse = {} if self.cut is not None else self.reuse  # each result is another loop's there
-        in_place, apart = (functools.partial(run, reuse=each) for each in (reuse, {}))
+        in_place, apart = (functools.partial(run, reuse=reuse) for reuse in (self.reuse, {}))
         return jax.jit(in_place), jax.jit(apart)
 
     @property
