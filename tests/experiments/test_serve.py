@@ -814,7 +814,9 @@ class Thinking(Bytes):
     )
 
 
-def test_a_last_message_is_gone_on_with(model):
+def test_a_last_message_is_gone_on_with(model, monkeypatch):
+    begun = []  # what each answer's text goes on from
+    monkeypatch.setattr(Told, "stream", lambda own, before=(): begun.append(len(before)) or Bytes().stream(before))
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": " The sky "}]
     with serving(model, tokenizer=Told()) as (_, client):
         ask = lambda **more: client.post("/v1/chat/completions", json={"messages": said, "max_tokens": 4, **more})
@@ -822,6 +824,8 @@ def test_a_last_message_is_gone_on_with(model):
         assert reply["usage"]["prompt_tokens"] == len("user: x assistant:  The sky ")
         text = reply["choices"][0]["message"]["content"]
         assert text == text_of(model, "user: x assistant:  The sky ", 4)
+        assert ask().status_code == 200  # a message of its own
+        assert begun == [len("user: x assistant:  The sky "), 0]
         for more, why in (
             ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
             ({"continue_final_message": 1}, "must be true or false"),

@@ -375,6 +375,15 @@ def test_a_text_goes_on_from_another_with_the_space_between(any_tokenizer, text)
         assert before + streamed == any_tokenizer.decode(ids)
 
 
+def test_what_makes_no_text_is_passed_over(llamas):
+    """Special tokens before a text, more than a stream keeps; and half a character before one that has no ids."""
+    tokenizer = open_tokenizer(llamas)
+    before, after = tokenizer.prompt("the sky"), tokenizer.prompt("the sky is blue")
+    stream = tokenizer.stream([*before, *[tokenizer.stops[0]] * 20])
+    assert "".join(map(stream, after[len(before) :])) + stream.rest() == " is blue"
+    assert tokenizer.stream(tokenizer.prompt("\u672c")[:-1]).rest() == ""
+
+
 def test_a_stop_string_that_begins_with_the_space_is_found(llamas):
     tokenizer = open_tokenizer(llamas)
     before, after = tokenizer.prompt("the sky"), tokenizer.prompt("the sky is blue and green")

@@ -164,7 +164,7 @@ def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
     # Of Qwen 3 Next one token here does, and the norm behind the delta rule magnifies what is small; so do the bounds
     # at which Gemma 3n cuts gates off. Between LFM's gates three rounded numbers are multiplied.
     if case in ("qwen3_next", "gemma3n", "lfm2"):
-        assert typical(logits) < min(0.04, 1.3 * typical(theirs))
+        assert typical(logits) < min(0.04 if case == "lfm2" else 0.03, 1.3 * typical(theirs))
     else:
         assert typical(logits) < 0.02
         assert whole(logits) < 1.2 * whole(theirs)
