@@ -29,6 +29,7 @@ _HOME = {
     "GemmaConfig": "zoo.families.gemmas.gemma",
     "GptOssConfig": "zoo.families.mixtures.gptoss",
     "Granite4Config": "zoo.families.llamas.granite",
+    "Granite4MoeConfig": "zoo.families.llamas.granite",
     "GraniteConfig": "zoo.families.llamas.granite",
     "Head": "zoo.models.head",
     "HunyuanConfig": "zoo.families.llamas.hunyuan",
@@ -105,6 +106,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.glm import GLMConfig as GLMConfig
     from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
+    from zoo.families.llamas.granite import Granite4MoeConfig as Granite4MoeConfig
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
     from zoo.families.llamas.hunyuan import HunyuanConfig as HunyuanConfig
     from zoo.families.llamas.lfm import LfmConfig as LfmConfig

@@ -10,8 +10,8 @@ letters are a family's own. A small letter is the same dimension of layers where
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -185,3 +185,22 @@ ENDS = (
 HEAD = Row("head", "lm_head.weight", "V D -> V D", "D", gain=0.1)
 # Hugging Face's `post_attention_layernorm` is the norm after attention in Gemma 2 and 3, elsewhere that before the MLP.
 MLP_NORM = Row("layers.mlp_norm", LAYER + "post_attention_layernorm.weight", "D -> D")
+
+
+def stacked(tables: Mapping[str, tuple[Row, ...]], stacks: Sequence[str]) -> tuple[Row, ...]:
+    """Return the rows of layers of several kinds, each kind's in a stack of its own.
+
+    Args:
+        tables: each stack's rows, whatever stack they name.
+        stacks: of each layer, which stack it is in.
+    """
+    return tuple(
+        replace(
+            row,
+            leaf=f"{stack}.{row.leaf.partition('.')[2]}",
+            layers=tuple(i for i, one in enumerate(stacks) if one == stack),
+        )
+        for stack, table in tables.items()
+        if stack in stacks
+        for row in table
+    )

@@ -120,6 +120,21 @@ _GRANITE_4 |= {
     "position_embedding_type": "rope",
     "mamba_n_heads": 4,
 }
+_GRANITE_HYBRID = _GRANITE_4 | {
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "position_embedding_type": "nope",
+    "mamba_n_heads": 8,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_GRANITE_MOE = _GRANITE_HYBRID | {"intermediate_size": 24, "num_local_experts": 5, "num_experts_per_tok": 2}
 _DEEPSEEK = _BASE | {
     "moe_intermediate_size": 24,
     "num_key_value_heads": 4,
@@ -294,6 +309,12 @@ CASES |= {
     "granite4": _GRANITE_4
     | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     "granite4_unrotated": _GRANITE_4 | {"position_embedding_type": "nope", "tie_word_embeddings": True},
+    "granite4_hybrid": _GRANITE_HYBRID,
+    "granite4_hybrid_other": _GRANITE_HYBRID
+    | {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_n_groups": 1, "tie_word_embeddings": True}
+    | {"layer_types": ["attention", "mamba"] * 2, "attention_bias": True, "position_embedding_type": "rope"},
+    "granite4_moe": _GRANITE_MOE,
+    "granite4_moe_other": _GRANITE_MOE | {"num_experts_per_tok": 1, "layer_types": ["attention"] * 4},
 }
 CASES |= {
     "deepseek_v2": _DEEPSEEK_2 | _rope(**_YARN, mscale=0.7, mscale_all_dim=0.7) | {"topk_method": "greedy"},

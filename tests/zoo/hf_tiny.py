@@ -163,6 +163,10 @@ def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     parts = {name: array}
     if kind in ("gpt_oss", "gemma4_text", "llama4_text", "mistral4"):  # there they are together
         return parts
+    if kind == "granitemoehybrid":
+        own = {"router.weight": "router.layer.weight", "experts.gate_up_proj": "input_linear.weight"}
+        own |= {"experts.down_proj": "output_linear.weight"}
+        return {functools.reduce(lambda text, pair: text.replace(*pair), own.items(), name): array}
     if name.endswith("experts.gate_up_proj"):
         halves = zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True)
         parts = {name.replace("gate_up_proj", half): part for half, part in halves}

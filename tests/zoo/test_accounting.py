@@ -58,7 +58,7 @@ def test_flops_are_those_of_the_traced_dots_less_what_the_mask_hides(config, bat
         used += attends * seen * (width + value)
     found, expected = forward_flops(config, batch, seq), traced - 2 * batch * config.num_heads * (made - used)
     if "matrices" in config.recurrent_state:  # a recurrence's products depend on its chunks: they are not counted
-        assert 0.9 * expected < found < expected
+        assert 0.85 * expected < found < expected
     else:
         assert found == expected
 

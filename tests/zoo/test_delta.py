@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from transforms import tile
-from zoo.models.delta import convolved, corrected, delta_rule
+from zoo.models.delta import corrected, delta_rule
+from zoo.models.hybrid import convolved
 
 BATCH, KEYS, VALUES, SIZE, WIDTH = 2, 2, 4, 6, 5
 

@@ -29,6 +29,8 @@ QUICK = {  # case -> dtype and width of rows
     "qwen3_next_other": ("bfloat16", 3),
     "qwen3_5": ("float32", 3),
     "lfm2_moe": ("bfloat16", 2),
+    "granite4_hybrid": ("float32", 3),
+    "granite4_moe": ("bfloat16", 2),
     "gemma4": ("float32", 2),
     "gemma4_small": ("bfloat16", 3),
     "gemma4_moe": ("float32", 3),
@@ -158,7 +160,7 @@ def test_bits_do_not_depend_on_the_schedule(case, first):
         "qwen3_moe_mixed",
         "gpt_oss",
     )  # whose pages behind the window are free again
-    assert (reused > 0) == (case not in ("llama_dynamic", "qwen3_next", "qwen3_next_other", "qwen3_5", "lfm2_moe"))
+    assert (reused > 0) == (case != "llama_dynamic" and not from_hf(CASES[case]).recurrent_layers)
 
 
 @pytest.mark.parametrize("case", ["llama2", "qwen3_5_other", "gemma4", "gemma4_small"])

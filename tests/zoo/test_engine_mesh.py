@@ -31,6 +31,7 @@ CASES = {  # case -> devices, dtype: kv heads are cut, or repeated where they ar
     "deepseek_v3": (2, "float32"),
     "qwen3_next": (2, "float32"),
     "lfm2": (2, "float32"),
+    "granite4_moe": (2, "float32"),
     "gemma4": (4, "float32"),  # two kinds of heads, more and fewer than devices
     "gemma4_small": (2, "float32"),
 }

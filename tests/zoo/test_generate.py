@@ -43,6 +43,8 @@ QUICK = (
     "qwen3_5_moe",
     "lfm2",
     "lfm2_moe",
+    "granite4_hybrid_other",
+    "granite4_moe",
 )
 MODEL = "gemma2_gqa"
 

@@ -321,7 +321,6 @@ def test_experts_are_counted_under_either_name():
     assert from_hf(raw | {"num_local_experts": 128}) == from_hf(QWEN_3_30B)
 
 
-_GRANITE_4 = {key: value for key, value in CASES["granite4"].items() if key != "num_local_experts"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "biases of the mlp": (LLAMA_3_2_1B, {"mlp_bias": "all"}, "`mlp_bias`='all' is neither true nor false"),
     "another activation": (
@@ -365,7 +364,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "too many chosen": (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to 8"),
     "layers that are none": (QWEN_3_30B, {"mlp_only_layers": [48]}, "`mlp_only_layers`=[48] is not a list of layers"),
     "no text part": (GEMMA_3_4B, {"text_config": None}, "`text_config` must be an object of model_type='gemma3_text'"),
-    "experts that are not told": (_GRANITE_4, {}, "`num_local_experts` is missing, which stands for 8"),
     "MLPs of several widths": (
         CASES["gemma3n"],
         {"intermediate_size": [80] * 5 + [40]},

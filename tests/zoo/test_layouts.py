@@ -106,6 +106,10 @@ STATES = {
         **SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2, first_dense=1, dense_mlp_dim=32,
         layer_pattern="CA",
     ),
+    "granite4_moe": zoo.Granite4MoeConfig(
+        **SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2, shared_mlp_dim=32, layer_pattern="MA",
+        mamba_heads=8, mamba_head_dim=4, mamba_state_dim=8, mamba_groups=2, residual_multiplier=0.5,
+    ),
     "gemma3n": zoo.Gemma3nConfig(
         **SIZES | {"num_layers": 4}, num_kv_heads=2, window=4, attention_pattern="LG", sharing_layers=2, num_streams=3,
         inputs_vocab_size=64, inputs_dim=4, laurel_rank=4, sparsity=(0.5, 0.0, 0.0, 0.0),

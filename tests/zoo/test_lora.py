@@ -41,6 +41,7 @@ OTHERS = [
     "qwen3_5",
     "qwen3_5_moe",
     "lfm2_moe",
+    "granite4_moe",
     "glm4_moe",
     "ernie4_5_moe",
     "gemma4",
@@ -154,6 +155,7 @@ def test_patterns(targets, leaves):
         ("qwen3_next", (*ALL, "qkvz")),
         ("qwen3_5", (*ALL, "qkv", "z")),
         ("lfm2", (*ALL, "before", "behind", "value")),
+        ("granite4_hybrid", (*ALL, "z", "xbc")),
     ],
 )
 def test_usual_matrices_are_those_of_attention_and_of_mlps_that_a_model_has(case, names):
@@ -243,6 +245,7 @@ OWN = {
     "qwen3_next": ["q", "q_gate", "k", "o", "qkvz", "ba", "down"],
     "qwen3_5": ["q", "q_gate", "k", "o", "qkv", "z", "b", "a", "down"],
     "lfm2_other": ["q", "o", "before", "behind", "value", "down"],
+    "granite4_hybrid": ["q", "o", "z", "xbc", "dt", "down"],
     "gemma3n": ["q", "v", "down", "laurel_up", "input_gate", "inputs_down", "streams.into"],
 }
 

@@ -25,6 +25,7 @@ FAMILIES = (
     "deepseek_v3",
     "llama4",
     "lfm2",
+    "granite4_hybrid",
 )
 
 

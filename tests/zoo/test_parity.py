@@ -17,9 +17,11 @@ from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import evaluated, jit, loaded
 from zoo import AbstractMixture, ForwardPass, Ops, load
 from zoo.config import rows
-from zoo.models.delta import convolved, delta_rule
+from zoo.models.delta import delta_rule
 from zoo.models.forward import LayerPass, layer_passes
+from zoo.models.hybrid import convolved
 from zoo.models.layers import attention, rms_norm, rope
+from zoo.models.mamba import state_space
 from zoo.models.mixtures.experts import experts, route, weighed
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
@@ -148,6 +150,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "nemotron",
         "hunyuan",
         "lfm2",
+        "granite4_hybrid",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -313,6 +316,11 @@ def _one_after_the_other(model, _):
 def _delta_rule(change):
     """Change what the delta rule is given."""
     return _patch("zoo.models.delta.delta_rule", lambda *parts: delta_rule(*change(*parts)))
+
+
+def _state_space(change):
+    """Change what a state space is given."""
+    return _patch("zoo.models.mamba.state_space", lambda *parts: state_space(*change(*parts)))
 
 
 def _rms_only(x, weight, bias, eps, offset=0.0):
@@ -605,9 +613,30 @@ MUTANTS = {
     "qwen 3 next: queries and keys swapped": ("qwen3_next", _delta_rule(lambda q, k, *rest: (k, q, *rest))),
     "qwen 3 next: a convolution the other way round": (
         "qwen3_next",
-        _patch("zoo.models.delta.convolved", lambda x, taps, positions: convolved(x, taps[:, ::-1], positions)),
+        _patch("zoo.models.delta.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
     ),
     "qwen 3 next: weights as they are": ("qwen3_next", _flip(normalise_weights=False)),
+    "granite 4: no decay": ("granite4_hybrid", _state_space(lambda x, b, c, decay, *rest: (x, b, c, 0 * decay, *rest))),
+    "granite 4: directions swapped": ("granite4_hybrid", _state_space(lambda x, b, c, *rest: (x, c, b, *rest))),
+    "granite 4: steps all as long": (
+        "granite4_hybrid",
+        lambda model, _: eqx.tree_at(lambda m: m.mamba.step, model, jnp.ones_like(model.mamba.step)),
+    ),
+    "granite 4: nothing skips": (
+        "granite4_hybrid",
+        lambda model, _: eqx.tree_at(lambda m: m.mamba.skip, model, jnp.zeros_like(model.mamba.skip)),
+    ),
+    "granite 4: the convolution reversed": (
+        "granite4_hybrid",
+        _patch("zoo.models.mamba.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
+    ),
+    "granite 4: no bias of the convolution": (
+        "granite4_hybrid",
+        lambda model, _: eqx.tree_at(lambda m: m.mamba.conv_bias, model, jnp.zeros_like(model.mamba.conv_bias)),
+    ),
+    "granite 4: groups swapped": ("granite4_hybrid", _state_space(lambda x, b, *rest: (x, b[:, :, ::-1], *rest))),
+    "granite 4: not scaled behind experts": ("granite4_moe", _flip(residual_multiplier=1.0)),
+    "granite 4: no shared expert": ("granite4_moe", _without("shared_gate", "shared_up", "shared_down")),
     "lfm 2: gates swapped": (
         "lfm2",
         lambda model, _: eqx.tree_at(
@@ -616,7 +645,7 @@ MUTANTS = {
     ),
     "lfm 2: the convolution reversed": (
         "lfm2",
-        _patch("zoo.models.lfm.convolved", lambda x, taps, positions: convolved(x, taps[:, ::-1], positions)),
+        _patch("zoo.models.lfm.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
     ),
     "lfm 2: norm eps": ("lfm2", _flip(norm_eps=1e-3)),
     "lfm 2: weights not normalised": ("lfm2_moe", _flip(normalise_weights=False)),

@@ -58,6 +58,10 @@ COUNTS = {
     # 108,641,793,536 less the vision model and what joins the two, which the notes count.
     "meta-llama/Llama-4-Scout-17B-16E (notes)": 107_769_861_120,
     "bigcode/starcoder2-15b (a blog)": 15_957_889_024,
+    "ibm-granite/granite-4.0-h-micro (keys of a test)": 3_191_396_096,
+    "ibm-granite/granite-4.0-h-tiny (keys of a test)": 6_939_037_248,
+    "ibm-granite/granite-4.0-h-1b (keys of a test)": 1_461_538_368,
+    "LiquidAI/LFM2-2.6B (keys of a test)": 2_569_272_320,
     "LiquidAI/LFM2-1.2B (an NPU's container)": 1_170_340_608,
     "LFM2.5-1.2B-Thinking (a fine-tune)": 1_170_340_608,
     "LiquidAI/LFM2-8B-A1B (keys of a test)": 8_339_930_560,
@@ -108,12 +112,20 @@ def test_keys_of_the_text_part_beside_it_say_the_same_or_are_refused():
         from_hf(raw | {"hidden_size": 1024})
 
 
-def test_granites_with_states_or_experts_are_refused():
+def test_granites_layers_and_experts_are_what_their_files_say():
+    """Of a file that says nothing, transformers makes eight experts."""
     raw = OURS["ibm-granite/granite-4.0-1b (keys of a test)"]
-    with pytest.raises(ValueError, match=r"`layer_types`=.*'mamba'.* is not supported, only 40 times 'attention'"):
-        from_hf(raw | {"layer_types": ["mamba"] * 36 + ["attention"] * 4})
-    with pytest.raises(ValueError, match="`num_local_experts`=72 is not supported, only 0"):
-        from_hf(raw | {"num_local_experts": 72})
+    assert not from_hf(raw).recurrent_layers
+    hybrid = from_hf(raw | {"layer_types": ["mamba"] * 36 + ["attention"] * 4})
+    assert (hybrid.recurrent_layers, hybrid.mamba_heads) == (tuple(range(36)), 128)
+    assert from_hf(raw | {"num_local_experts": 72, "num_experts_per_tok": 10}).num_experts == 72
+    assert from_hf({key: raw[key] for key in raw if not key.startswith("num_")} | _layers(raw)).num_experts == 8
+    fives = {"mamba": "linear_attention", "attention": "full_attention"}  # how transformers 5 calls them
+    assert from_hf(raw | {"layer_types": [fives[one] for one in to_hf(hybrid, "float32")["layer_types"]]}) == hybrid
+
+
+def _layers(raw):
+    return {key: raw[key] for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")}
 
 
 # Keys that published files have: gpt2-xl, distilgpt2, opt-13b, Galactica, gpt-neox-20b, StarCoder 2, models made from

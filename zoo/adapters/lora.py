@@ -23,9 +23,10 @@ from zoo.config import Config, rows
 from zoo.parameters import Row
 from zoo.quantised import AbstractMatrix, Quantised, product, whole
 
-# Matrices of attention and of MLPs; of latent attention (DeepSeek), the delta rule (Qwen), and convolutions (LFM).
+# Matrices of attention and of MLPs; of latent attention (DeepSeek), the delta rule (Qwen), state spaces (Granite), and
+# convolutions (LFM).
 USUAL = ("q", "k", "v", "o", "gate", "up", "down")
-USUAL += ("q_down", "kv_down", "kv", "qkvz", "qkv", "z", "before", "behind", "value")
+USUAL += ("q_down", "kv_down", "kv", "qkvz", "qkv", "z", "xbc", "before", "behind", "value")
 
 
 class LowRank(AbstractMatrix):

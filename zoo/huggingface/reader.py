@@ -1,6 +1,7 @@
 """Values of a `config.json`, of the right types. Free of JAX."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from zoo.dialect import HEADS, REQUIRED, SHARE
@@ -70,19 +71,28 @@ class Reader:
             return set()
         return set(value)
 
-    def types(self, names: Mapping[str, str], usual: str) -> str:
+    def types(
+        self,
+        names: Mapping[str, str],
+        usual: str,
+        key: str = "layer_types",
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> str:
         """Return a letter for each layer, of the names of their kinds that the file lists; the usual where it does not.
 
         Args:
             names: by letter.
             usual: a letter for each layer.
+            key: what the list is called.
+            aliases: what else a kind may be called, and what that means.
         """
-        listed, letters = self.raw.get("layer_types"), {name: letter for letter, name in names.items()}
+        listed, letters = self.raw.get(key), {name: letter for letter, name in names.items()}
+        letters |= {alias: letters[name] for alias, name in aliases.items()}
         if listed is None:
             return usual
         if not isinstance(listed, list) or len(listed) != len(usual) or not set(map(str, listed)) <= set(letters):
             known = f"{len(usual)} of {' and '.join(letters)}"
-            self.problems.append(f"`layer_types`={listed!r} is not supported, only {known}")
+            self.problems.append(f"`{key}`={listed!r} is not supported, only {known}")
             return usual
         return "".join(letters[name] for name in listed)
 

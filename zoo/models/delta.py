@@ -15,57 +15,20 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float
 
 from transforms.sharding import explicit, partitions, place, uncut
-from zoo.families.llamas.llama import LlamaLike
 from zoo.families.llamas.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
+from zoo.models.hybrid import Layer, by_chunks, convolved, convolved_one, decays
 from zoo.models.layers import accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
 CHUNK = 64  # tokens between which the state is handed on
 _EPS = 1e-6  # of the lengths of queries and keys
-
-
-class Layer(eqx.Module):
-    """What all kinds of layers have, stacked over a leading `L`; inside the scan, one layer's. Without a router there
-    is one MLP."""
-
-    attn_norm: Float[Array, "*L D"]
-    mlp_norm: Float[Array, "*L D"]
-    gate: Float[Array, "*L D F"] | Float[Array, "*L E D F"] | AbstractMatrix
-    up: Float[Array, "*L D F"] | Float[Array, "*L E D F"] | AbstractMatrix
-    down: Float[Array, "*L F D"] | Float[Array, "*L E F D"] | AbstractMatrix
-    _: KW_ONLY
-    router: Float[Array, "*L D E"] | AbstractMatrix | None = None
-    router_bias: Float[Array, "*L E"] | None = None
-    gate_bias: None = None
-    up_bias: None = None
-    down_bias: None = None
-    shared_router: Float[Array, "*L D G"] | AbstractMatrix | None = None
-    shared_gate: Float[Array, "*L D U"] | AbstractMatrix | None = None
-    shared_up: Float[Array, "*L D U"] | AbstractMatrix | None = None
-    shared_down: Float[Array, "*L U D"] | AbstractMatrix | None = None
-
-    def feed_forward(
-        self, x: Float[Array, "B S D"], seen: Any, config: LlamaLike, told: LayerPass, aux: Aux
-    ) -> tuple[Float[Array, "B S D"], Aux]:
-        """Return what a layer makes of what its heads have seen."""
-        if self.router is not None:
-            return mixture.feed_forward(self, x, seen, config, told, aux)
-        weights = [weight.astype(x.dtype) for weight in (self.gate, self.up, self.down)]
-
-        def rest(x, seen):
-            x = x + checkpoint_name(llama.attention_out(self, seen), "attn_out")
-            h = told.ops.mlp(llama.normalised(x, self.mlp_norm, config), *weights, activation=jax.nn.silu)
-            return x + checkpoint_name(h, "mlp_out")
-
-        return told.behind(rest, x, seen), aux
 
 
 class Gated(Layer):
@@ -168,15 +131,13 @@ class Delta(Layer):
 
     def _further(self, channels, log_decay, rate, config, told):
         """Return what the rule finds in texts that were read before, and the pool."""
-        dtype = channels.dtype
-        taps = self.conv[:, 0].astype(dtype).T
+        taps = self.conv[:, 0].astype(channels.dtype)
 
         def token(state, own):
             channels_C, *rates = own
-            inputs = jnp.concatenate([state["inputs"], channels_C[None].astype(state["inputs"].dtype)])
-            mixed_C = jax.nn.silu((inputs * taps).sum(0).astype(dtype))
-            matrices, found = corrected(state["matrices"], *_heads(mixed_C, config), *rates)
-            return {"inputs": inputs[1:], "matrices": matrices}, found
+            inputs, mixed_C = convolved_one(state["inputs"], channels_C, taps)
+            matrices, found = corrected(state["matrices"], *_heads(jax.nn.silu(mixed_C), config), *rates)
+            return {"inputs": inputs, "matrices": matrices}, found
 
         return told.recurrence(token, (channels, log_decay, rate))
 
@@ -186,25 +147,6 @@ def _heads(mixed, config):
     keys, size, width = config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
     parts = jnp.split(mixed, [keys * size, 2 * keys * size], -1)
     return [part.reshape(*mixed.shape[:-1], -1, last) for part, last in zip(parts, (size, size, width), strict=True)]
-
-
-def convolved(
-    x: Float[Array, "B S C"], taps: Float[Array, "C I"], positions: Integer[Array, "#B S"] | None
-) -> Float[Array, "B S C"]:
-    """Return each channel's sum of its last tokens, times its taps, of which the last is this token's.
-
-    Args:
-        x: channels.
-        taps: of each.
-        positions: where each token stands in its text: none sees those of another; None is one text.
-    """
-    wide, taps = x.astype(accumulator(x.dtype)), taps.astype(accumulator(x.dtype))
-    out = wide * taps[:, -1]
-    for back in range(1, min(taps.shape[1], x.shape[1])):
-        before = jnp.pad(wide[:, :-back], ((0, 0), (back, 0), (0, 0)))
-        before = before if positions is None else jnp.where(positions[..., None] >= back, before, 0)
-        out = out + before * taps[:, -1 - back]
-    return out.astype(x.dtype)
 
 
 def delta_rule(
@@ -232,12 +174,8 @@ def delta_rule(
     heads, wide = v.shape[2], accumulator(v.dtype)
     q, k = _unit(q, heads), _unit(k, heads)
     begins = jnp.zeros((batch, seq), bool) if begins is None else begins
-    chunk = min(CHUNK, seq)
     parts = (q * size**-0.5, k, v.astype(wide), log_decay.astype(wide), rate.astype(wide), begins)
-    chunked = [_chunks(part, chunk) for part in parts]
-    state = jnp.zeros((batch, heads, size, v.shape[-1]), wide)
-    _, found = jax.lax.scan(jax.checkpoint(_chunk, prevent_cse=False), state, tuple(chunked))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :seq]
+    return by_chunks(_chunk, jnp.zeros((batch, heads, size, v.shape[-1]), wide), parts, CHUNK)
 
 
 def corrected(
@@ -265,25 +203,13 @@ def _unit(x: Float[Array, "*b Q H"], heads: int) -> Float[Array, "*b M H"]:
     return jnp.repeat(x, heads // x.shape[-2], axis=-2)
 
 
-def _chunks(x, size):
-    """Return `[chunks, B, size, ...]`, the last filled up: keys of zero change no state."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
 def _chunk(state, parts):
     """Return the state after a chunk, and what its queries find `[B, T, M, W]`.
 
     What each token corrects depends on what those before it in the chunk did: a triangular system of equations.
     """
     q, k, v, log_decay, rate, begins = parts
-    text = jnp.cumsum(begins, 1)  # of each token, how many have begun in this chunk
-    one = (text[:, :, None] == text[:, None, :])[:, None]
-    since = jnp.cumsum(log_decay, 1).transpose(0, 2, 1)  # [B, M, T]
-    behind = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))
-    pair = jnp.exp(jnp.where(behind & one, since[..., :, None] - since[..., None, :], -jnp.inf))
-    first = jnp.where((text == 0)[:, None], jnp.exp(since), 0)  # what is left of the state before the chunk
-    last = jnp.where((text == text[:, -1:])[:, None], jnp.exp(since[..., -1:] - since), 0)
+    pair, first, last = decays(log_decay, begins)
     overlap = jnp.einsum("btmh,bumh->bmtu", k, k) * pair * rate.transpose(0, 2, 1)[..., None]
     expected = jnp.einsum("btmh,bmhw->bmtw", k, state) * first[..., None]
     wanted = (v.transpose(0, 2, 1, 3) - expected) * rate.transpose(0, 2, 1)[..., None]

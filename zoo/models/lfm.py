@@ -8,39 +8,16 @@ convolution `I` its taps `G` one.
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transforms.sharding import uncut
 from zoo.families.llamas.lfm import ConvLike, LfmConfig, LfmMoeConfig
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
-from zoo.models.delta import Layer, convolved
 from zoo.models.forward import Aux, LayerPass
+from zoo.models.hybrid import Attention, Layer, convolved, convolved_one
 from zoo.models.layers import linear
 from zoo.quantised import AbstractMatrix
-
-
-class Attention(Layer):
-    """Layers of attention."""
-
-    q: Float[Array, "*L D N H"] | AbstractMatrix
-    k: Float[Array, "*L D K H"] | AbstractMatrix
-    v: Float[Array, "*L D K H"] | AbstractMatrix
-    o: Float[Array, "*L N H D"] | AbstractMatrix
-    q_norm: Float[Array, "*L H"]
-    k_norm: Float[Array, "*L H"]
-    q_bias: None = None
-    k_bias: None = None
-    v_bias: None = None
-    o_bias: None = None
-
-    def __call__(
-        self, x: Float[Array, "B S D"], config: ConvLike, told: LayerPass
-    ) -> tuple[Float[Array, "B S D"], Aux]:
-        """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
-        seen, aux = llama.attention(self, lambda x: llama.normalised(x, self.attn_norm, config), x, config, told)
-        return self.feed_forward(x, seen, config, told, aux)
 
 
 class Convolution(Layer):
@@ -70,14 +47,14 @@ class Convolution(Layer):
             seen, pool = convolved(channels, taps, told.positions), None
         else:
             whole = uncut(taps, 0)
-            seen, pool = told.recurrence(lambda state, own: _convolved_one(state, own, whole), channels)
+            seen, pool = told.recurrence(lambda state, own: _token(state, own, whole), channels)
         return self.feed_forward(x, (behind * seen)[:, :, None], config, told, Aux(pool))
 
 
-def _convolved_one(state: dict[str, Array], channels: Float[Array, " c"], taps: Float[Array, "c I"]) -> Any:
-    """Return the state behind one token, and what it sees: `convolved` for a text that is read token by token."""
-    inputs = jnp.concatenate([state["inputs"], channels[None].astype(state["inputs"].dtype)])
-    return {"inputs": inputs[1:]}, (inputs * taps.T).sum(0).astype(channels.dtype)
+def _token(state: dict[str, Array], channels: Float[Array, " c"], taps: Float[Array, "c I"]) -> Any:
+    """Return the state behind one token, and what it sees."""
+    inputs, seen = convolved_one(state["inputs"], channels, taps)
+    return {"inputs": inputs}, seen
 
 
 class Lfm(Decoder):

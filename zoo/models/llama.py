@@ -66,7 +66,6 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
-        scaled = lambda h: h if config.residual_scale == 1 else h * config.residual_scale
         seen, aux = attention(self, lambda x: normalised(x, self.attn_norm, config), x, config, told, self.turned)
         how: dict[str, Any] = {"activation": ACTIVATIONS[config.activation]}
         if self.up_bias is not None and self.down_bias is not None:
@@ -74,10 +73,10 @@ class Block(eqx.Module):
 
         def rest(x, seen):
             h = attention_out(self, seen)
-            x = x + checkpoint_name(scaled(normalised(h, self.post_attn_norm, config)), "attn_out")
+            x = x + checkpoint_name(scaled(normalised(h, self.post_attn_norm, config), config), "attn_out")
             h = normalised(x, self.mlp_norm, config)
             h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), **how)
-            return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config)), "mlp_out")
+            return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config), config), "mlp_out")
 
         return told.behind(rest, x, seen), aux
 
@@ -85,6 +84,11 @@ class Block(eqx.Module):
 def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, config: Config) -> Float[Array, "B S D"]:
     """Return `x` over its root mean square, times a weight; as it is where there is none."""
     return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
+
+
+def scaled(h: Float[Array, "B S D"], config: Config) -> Float[Array, "B S D"]:
+    """Return what attention or an MLP puts out, as it is added to the residual stream."""
+    return h if config.residual_scale == 1 else h * config.residual_scale
 
 
 def attention(

@@ -107,7 +107,7 @@ def feed_forward(
         how["select"] = _in_groups(config)
 
     def between(x, seen):
-        x = x + checkpoint_name(llama.attention_out(block, seen), "attn_out")
+        x = x + checkpoint_name(llama.scaled(llama.attention_out(block, seen), config), "attn_out")
         return x, rms_norm(x, block.mlp_norm, config.norm_eps, offset=config.norm_offset)
 
     x, h = told.behind(between, x, seen)
@@ -126,7 +126,7 @@ def feed_forward(
             return jax.nn.sigmoid(_share(h, cast(block.shared_router), told)) * made
 
         out = out + told.ops.tokens(beside, (1,))(h)
-    return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
+    return x + checkpoint_name(llama.scaled(out, config), "mlp_out"), replace(aux, routed=routed)
 
 
 def _in_groups(config: MixtureLike) -> Callable:

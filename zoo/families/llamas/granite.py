@@ -1,13 +1,17 @@
 """Granite 3 (https://github.com/ibm-granite/granite-3.0-language-models): Llama with four multipliers
-(https://arxiv.org/abs/2203.03466); and of Granite 4 the dense models, whose gate and up are one tensor. Free of JAX."""
+(https://arxiv.org/abs/2203.03466); and Granite 4 (https://github.com/ibm-granite/granite-4.0-language-models), of whose
+layers most may have a state space in place of attention, and which may be a mixture of experts. Free of JAX."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zoo.config import Rope, not_positive
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import LlamaConfig
-from zoo.parameters import LAYER, MLP, Row
+from zoo.families.mamba import KEYS, MambaLike, read_states, refuse_states, write_states
+from zoo.families.mixture import BALANCE, MixtureLike
+from zoo.parameters import ATTENTION, LAYER, MLP_NORM, Row, stacked
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
@@ -65,61 +69,80 @@ class GraniteConfig(LlamaConfig):
         return None if self.logits_scaling == 1 else 1 / self.logits_scaling
 
 
-_SIZES = sizes(2048, shared_intermediate_size=("mlp_dim", 1024))
-del _SIZES["intermediate_size"]  # of experts
+_IGNORED = ("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor")
+_IGNORED += ("init_method", "normalization_function")
+_DENSE = {key: size for key, size in sizes(2048).items() if key != "intermediate_size"}  # which is that of experts
 
 
 def _read(read: Any, num_layers: int) -> dict[str, Any]:
-    """Return whether positions turn; what else layers may be than attention is not here."""
-    listed = read.raw.get("layer_types", read.raw.get("layers_block_type"))
-    known = {"attention", "full_attention"}
-    if not isinstance(listed, list) or len(listed) != num_layers or not set(map(str, listed)) <= known:
-        read.problems.append(f"`layer_types`={listed!r} is not supported, only {num_layers} times 'attention'")
-    if "num_local_experts" not in read.raw:
-        read.problems.append("`num_local_experts` is missing, which stands for 8, and is not supported, only 0")
+    """Return whether positions turn, and what layers are."""
     kind = read.raw.get("position_embedding_type")
     if kind not in ("rope", "nope", None):
         read.problems.append(f"`position_embedding_type`={kind!r} is not supported, only 'rope', 'nope' or null")
-    return {"rotated": kind == "rope"}
+    return {"rotated": kind == "rope", **read_states(read, num_layers)}
 
 
 def _write(config: Any) -> dict[str, Any]:
-    types = ["attention"] * config.num_layers
-    return {"layer_types": types, "position_embedding_type": "rope" if config.rotated else "nope"}
+    return {"position_embedding_type": "rope" if config.rotated else "nope", **write_states(config)}
+
+
+_INTO = LAYER + "shared_mlp.input_linear.weight"
+_MLP = (
+    Row("layers.gate", _INTO, "F D -> D F", "D", fused="FF", part=0),
+    Row("layers.up", _INTO, "F D -> D F", "D", fused="FF", part=1),
+    Row("layers.down", LAYER + "shared_mlp.output_linear.weight", "D F -> F D", "F"),
+)
+_SHARED = (
+    Row("layers.shared_gate", _INTO, "U D -> D U", "D", fused="UU", part=0),
+    Row("layers.shared_up", _INTO, "U D -> D U", "D", fused="UU", part=1),
+    Row("layers.shared_down", LAYER + "shared_mlp.output_linear.weight", "D U -> U D", "U"),
+)
+_EXPERTS_INTO = LAYER + "block_sparse_moe.input_linear.weight"
+_EXPERTS = (
+    Row("layers.router", LAYER + "block_sparse_moe.router.layer.weight", "E D -> D E", "D"),
+    Row("layers.gate", _EXPERTS_INTO, "E F D -> E D F", "D", fused="FF", part=0),
+    Row("layers.up", _EXPERTS_INTO, "E F D -> E D F", "D", fused="FF", part=1),
+    Row("layers.down", LAYER + "block_sparse_moe.output_linear.weight", "E D F -> E F D", "F"),
+)
+_READ: dict[str, Any] = {
+    "choices": ACTIVATION,
+    "only": {"mamba_proj_bias": (False,)},
+    "harmless": {"time_step_limit": ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])},
+    "keys": (*KEYS, "position_embedding_type"),
+    "refuse": refuse_states,
+    "read": _read,
+    "write": _write,
+    "written": {"pad_token_id": None},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Granite4Config(GraniteConfig):
-    """Granite 4, its dense models: those with neither experts nor state spaces.
+class Granite4Config(MambaLike, GraniteConfig):
+    """Granite 4, the models without experts.
 
     Attributes:
         rotated: queries and keys turn by their positions.
     """
 
+    model: ClassVar[str] = "zoo.models.mamba.Granite4"
+    mlp: ClassVar[tuple[Row, ...]] = _MLP
     dialects: ClassVar = {
         "granitemoehybrid": Dialect(
             architecture="GraniteMoeHybridForCausalLM",
-            sizes=_SIZES,
+            sizes=_DENSE | {"shared_intermediate_size": ("mlp_dim", 1024)},
             numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS},
             flags=TIED | BIAS,
-            choices=ACTIVATION,
-            only={"num_local_experts": (0,)},
-            keys=("layer_types", "layers_block_type", "position_embedding_type"),
-            # Of experts and of state spaces, of which there are none.
-            ignored=(
-                *("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef", "init_method"),
-                *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
-                *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "time_step_min"),
-                *("time_step_max", "time_step_floor", "normalization_function"),
-            ),
-            read=_read,
-            write=_write,
-            # transformers compares the sizes of state spaces with the width, of which there are none.
-            written={"pad_token_id": None, "mamba_n_heads": 1, "mamba_expand": 1},
+            where={"num_local_experts": (0,)},
+            ignored=(*_IGNORED, "intermediate_size", "num_experts_per_tok", *BALANCE),  # of experts
+            **_READ,
         )
     }
 
     rotated: bool = True
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + self.pattern_problems()
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:
@@ -128,8 +151,51 @@ class Granite4Config(GraniteConfig):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        gate, up, down = MLP
-        tensor = LAYER + "shared_mlp.input_linear.weight"
-        fused = (replace(row, tensor=tensor, fused="FF", part=part) for part, row in enumerate((gate, up)))
-        down = replace(down, tensor=LAYER + "shared_mlp.output_linear.weight")
-        return self.with_ends((*self.attention_rows(), *fused, down))
+        tables = {
+            "layers": (*self.attention_rows(), *self.mlp),
+            "mamba": (ATTENTION[0], MLP_NORM, *self.mamba_rows(), *self.mlp),
+        }
+        return self.with_ends(stacked(tables, self.layer_stacks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granite4MoeConfig(MixtureLike, Granite4Config):
+    """Granite 4, the mixtures of experts.
+
+    Attributes:
+        mlp_dim: hidden width of one expert.
+        shared_mlp_dim: hidden width of the MLP that all tokens meet.
+    """
+
+    model: ClassVar[str] = "zoo.models.mamba.Granite4Moe"
+    mlp: ClassVar = (*_EXPERTS, *_SHARED)
+    layer_stacks = Granite4Config.layer_stacks
+    dialects: ClassVar = {
+        "granitemoehybrid": Dialect(
+            architecture="GraniteMoeHybridForCausalLM",
+            sizes=_DENSE
+            | {
+                "intermediate_size": ("mlp_dim", 11008),
+                "shared_intermediate_size": ("shared_mlp_dim", 1024),
+                "num_local_experts": ("num_experts", 8),
+                "num_experts_per_tok": ("experts_per_token", 2),
+            },
+            numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS} | BALANCE,
+            flags=TIED | BIAS,
+            ignored=_IGNORED,
+            **_READ,
+        )
+    }
+
+    num_experts: int = 64
+    experts_per_token: int = 6
+    shared_mlp_dim: int = 1024
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + self.router_problems() + not_positive(self, ("shared_mlp_dim",))
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return super().dims | {"U": self.shared_mlp_dim}

@@ -8,7 +8,7 @@ from zoo.config import not_positive, pattern_of, pattern_problems
 from zoo.dialect import Dialect, sizes
 from zoo.families.llamas.llama import LlamaLike
 from zoo.families.mixture import EXPERTS, DenseFirst, dense_row
-from zoo.parameters import ATTENTION, HEAD, LAYER, MLP, MLP_NORM, QK_NORMS, Row
+from zoo.parameters import ATTENTION, HEAD, LAYER, MLP, MLP_NORM, QK_NORMS, Row, stacked
 
 CONV, ATTEND = "CA"
 USUAL = "CCA"
@@ -138,13 +138,15 @@ class ConvLike(LlamaLike):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        rows = (*_ENDS, *(() if self.tied else (HEAD,)))
-        for stack in dict.fromkeys(self.layer_stacks):
-            table = (ATTENTION[0], *_CONV) if stack.endswith("conv") else (*ATTENTION, *QK_NORMS)
-            layers = tuple(i for i, one in enumerate(self.layer_stacks) if one == stack)
-            for row in (*table, MLP_NORM, *self.mlp(stack)):
-                leaf = f"{stack}.{row.leaf.partition('.')[2]}"
-                rows += (replace(row, leaf=leaf, tensor=_named(row.tensor), layers=layers),)
+        tables = {
+            stack: (
+                *((ATTENTION[0], *_CONV) if stack.endswith("conv") else (*ATTENTION, *QK_NORMS)),
+                *(MLP_NORM, *self.mlp(stack)),
+            )
+            for stack in self.layer_stacks
+        }
+        rows = (replace(row, tensor=_named(row.tensor)) for row in stacked(tables, self.layer_stacks))
+        rows = (*_ENDS, *(() if self.tied else (HEAD,)), *rows)
         return tuple(replace(row, start=1.0) if row.leaf.endswith("norm") else row for row in rows)
 
 

@@ -8,7 +8,7 @@ from zoo.config import not_positive, pattern_of, pattern_problems, rotary_proble
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import LlamaLike
 from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike
-from zoo.parameters import ATTENTION, BIASES, LAYER, MLP, MLP_NORM, QK_NORMS, Row
+from zoo.parameters import ATTENTION, BIASES, LAYER, MLP, MLP_NORM, QK_NORMS, Row, stacked
 
 DELTA, ATTEND = "DA"
 USUAL = "DDDA"
@@ -158,14 +158,7 @@ class DeltaLike(LlamaLike):
         rest = (*ATTENTION[2:], *QK_NORMS, *(BIASES[one] for one in self.biases[1:]))
         behind = (*norms, *self.mlp)
         own = {"layers": (*behind, *gated, *rest), "delta": (*self.projections, *_DELTA, *behind)}
-        layers = {stack: tuple(i for i, one in enumerate(self.layer_stacks) if one == stack) for stack in own}
-        return self.with_ends(
-            tuple(
-                replace(row, leaf=f"{stack}.{row.leaf.partition('.')[2]}", layers=layers[stack])
-                for stack, table in own.items()
-                for row in table
-            )
-        )
+        return self.with_ends(stacked(own, self.layer_stacks))
 
 
 @dataclass(frozen=True, kw_only=True)
