@@ -132,15 +132,32 @@ def full(aval: Any, fill: Any, dtype: Any, apart: Apart) -> Any:
 
 
 def move(array: Any, target: PartitionSpec) -> Any:
-    """The array as `target` says; what the devices hold apart is scattered first where it ends up spread."""
+    """The array as `target` says; what the devices hold apart is scattered first where it ends up spread.
+
+    Axes that cut a dimension, and over which the array is to be apart, become so one by one, the last first: several of
+    different lengths at once XLA takes for one another. Nor are some given up together with others taken.
+    """
     mine = named(jax.typeof(array))
     if mine is None or spec(jax.typeof(array)) == target:
         return array
-    extra = mine.spec.unreduced - target.unreduced
+    extra, added = mine.spec.unreduced - target.unreduced, target.unreduced - mine.spec.unreduced
+    if extra and added:
+        array = move(array, layout(entries_of(target), target.unreduced - added, target.reduced))
+        return reshard(array, target)
     spread = extra.intersection(axes_of(target.partitions))
     if spread and spread != extra:
         array = reshard(array, layout(entries_of(target), target.unreduced | (extra - spread), target.reduced))
+    apart = mine.spec.unreduced
+    for axis in reversed([a for a in axes_of(mine.spec.partitions) if a in added]):
+        apart |= {axis}
+        array = reshard(array, layout(entries_of(mine.spec), apart, mine.spec.reduced))
     return reshard(array, target)
+
+
+def together(array: Any) -> Any:
+    """The array, once what the devices hold parts of is summed."""
+    mine = named(jax.typeof(array))
+    return array if mine is None else move(array, layout(entries_of(mine.spec), kept=mine.spec.reduced))
 
 
 def conform(array: Any, aval: Any, apart: Apart) -> Any:

@@ -1,11 +1,15 @@
 """What JAX gets wrong of sums that are yet to be made over devices, and `tile` therefore never writes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
+
+from transforms import layout, tile
 
 APART = P(None, None, unreduced={"d"})
 WRONG = pytest.mark.xfail(strict=True, reason="JAX adds up what each device holds whole")
@@ -46,3 +50,73 @@ def test_a_product_of_arguments_stays_apart(mesh):
     args = put(mesh, jnp.ones((8, 2))), put(mesh, jnp.ones((8, 4)))
     made = jax.jit(lambda a, b: reshard(product(a, b), P(None, None)))(*args)
     np.testing.assert_array_equal(made, np.full((2, 4), 8))
+
+
+@pytest.mark.xfail(jax.__version_info__ < (0, 12), strict=True, reason="JAX adds up what each device holds whole")
+def test_what_is_apart_is_a_constant_of_a_loop(mesh):
+    """A loop may carry it, and make it."""
+
+    def add(x):
+        apart = reshard(x, P(None, unreduced={"d"}))
+        step = lambda total, _: (total + apart, None)
+        zeros = jnp.zeros_like(apart)
+        return reshard(jax.lax.scan(step, zeros, jnp.arange(2))[0], P(None))
+
+    np.testing.assert_array_equal(jax.jit(add)(jnp.arange(8.0)), 2 * np.arange(8))
+
+
+SPREAD = [[["d", "m"], []], [["m", "d"], []], [[], ["d", "m"]], [["d"], ["m"]]]
+UNEVEN = [(4, 2), (2, 4)]
+
+
+@pytest.fixture
+def uneven(request):
+    mesh = jax.make_mesh(request.param, ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@WRONG
+@pytest.mark.parametrize("uneven", UNEVEN, indirect=True)
+def test_two_axes_of_one_dimension_become_apart(uneven):
+    x = jax.device_put(np.arange(8.0), NamedSharding(uneven, P(("d", "m"))))
+    apart = lambda x: reshard(x, P(None, unreduced={"d", "m"}))
+    both = jax.jit(lambda x: reshard(apart(x) + apart(x), P(None)))
+    np.testing.assert_array_equal(both(x), 2 * np.arange(8))
+
+
+@pytest.mark.parametrize("uneven", UNEVEN, indirect=True)
+def test_arrays_move_from_any_place_to_any_other(uneven):
+    """Spread over a dimension or two, whole, and apart, one axis or two of different lengths."""
+    sets = map(frozenset, ("", "d", "m", "dm"))
+    places = {layout.layout(entries, apart) for entries, apart in itertools.product([*SPREAD, [[], []]], sets)}
+    x = np.arange(128.0, dtype=np.float32).reshape(8, 16)
+    begins = sorted(places, key=str)
+
+    def moved(x):
+        return [layout.together(layout.move(layout.move(x, there), then)) for there in begins for then in begins]
+
+    whole = jax.device_put(x, NamedSharding(uneven, P(None, None)))
+    for found in jax.jit(lambda x: [reshard(one, P(None, None)) for one in moved(x)])(whole):
+        np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.parametrize("uneven", UNEVEN, indirect=True)
+@pytest.mark.parametrize("lowmem", [False, True])
+@pytest.mark.parametrize("w", [P(("d", "m")), P("d", "m"), P(None, "m"), P()], ids=str)
+def test_what_is_added_outside_the_loop_is_counted_once(uneven, w, lowmem):
+    """Of two numbers, one of which has a term that the tiles do not make."""
+
+    def two(w, h):
+        made = h @ w
+        return jnp.tanh(made).mean() + (w**2).sum() + jnp.sin(h).mean(), (made**2).mean()
+
+    rng = np.random.default_rng(0)
+    args = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8, 16, 8)))
+    args = [jax.device_put(x, NamedSharding(uneven, spec)) for x, spec in zip(args, (w, P("d")), strict=True)]
+    found, wanted = (
+        jax.jit(jax.grad(lambda w, h, fn=fn: sum(fn(w, h)), (0, 1)))(*args)
+        for fn in (tile(two, (None, 1), 3, lowmem=lowmem), two)
+    )
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from transforms import layout
 from transforms.tiling.frontend.flatten import evaluate
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Value
@@ -22,6 +23,7 @@ from transforms.tiling.lower.accumulators import accumulators
 from transforms.tiling.lower.epilogue import Env, finish, narrow
 from transforms.tiling.lower.tile import REARRANGE, Tile
 from transforms.tiling.mesh import weight_gather
+from transforms.tiling.primitives import has
 from transforms.tiling.regions.bodies import LOWERING, Body
 from transforms.tiling.rules import RULES
 from transforms.tiling.schedule import region, runs_once
@@ -88,6 +90,8 @@ def _run_loop(
 ) -> dict[Value, Any]:
     """All tiles of one loop: a scan over those of equal length, then the tail."""
     options, total, size = plan.options, whole.total, plan.options.size
+    parts = {ref.value for ref in loop.refs if ref.how != "tile" and layout.unreduced(ref.value.aval)}
+    env = env | {value: _together(env, value) for value in parts}
     results = {a.value: a for a in accumulators(plan, loop, broad)}
     if options.sync == "once":
         env = env | weight_gather.all_gather(loop, lambda value: narrow(env, value), plan.analysis.apart)
@@ -108,6 +112,16 @@ def _run_loop(
         totals = _over_tiles(body, totals, count, size, rest, loop.reverse)
     ended = zip(results.items(), totals, strict=True)
     return {value: result.end(total, options.reduce_dtype) for (value, result), total in ended}
+
+
+def _together(env: Env, value: Value) -> Any:
+    """What devices hold parts of, summed: tiles take it apart again (`Tile.fetch`).
+
+    XLA may forget of a loop's constants that they are apart.
+    """
+    node = value.producer
+    whole = node is not None and has(node.name, "respreads") and not layout.unreduced(node.inputs[0].aval)
+    return layout.together(read(env, node.inputs[0] if node is not None and whole else value))
 
 
 def _over_tiles(body: Any, results: Any, count: int, size: int, rest: int, reverse: bool) -> Any:

@@ -111,6 +111,10 @@ class Tile:
 
     def fetch(self, ref: Ref) -> Any:
         """An operand as a loop reads it."""
+        array, parts = self._fetched(ref), ref.how != "tile" and layout.unreduced(ref.value.aval)
+        return layout.conform(array, ref.value.aval, layout.TOGETHER) if parts else array
+
+    def _fetched(self, ref: Ref) -> Any:
         value, want = ref.value, ref.want
         if ref.how == "tile" and ref.halo == ALONE:
             return self.made[value, want]
