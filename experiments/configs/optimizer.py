@@ -67,7 +67,10 @@ class Optimizer:
     final: float = option(0.1, "share of the peak that is left at the end (cosine, linear, wsd)", OF_PEAK)
     clip_norm: float | None = option(None, "largest global gradient norm (default: not clipped)", POSITIVE)
     ema: float | None = option(
-        None, "keep a mean of the weights that decays so each step; it is measured and saved", POSITIVE
+        None,
+        "keep a mean of the weights that decays so each step, at step t by no more than (1+t)/(10+t); it is "
+        "measured and saved",
+        POSITIVE,
     )
 
     def __post_init__(self):

@@ -116,8 +116,8 @@ class HeadTiling:
     """How the head and its loss are cut: along the tokens of a step, or along sequences.
 
     Attributes:
-        flat: whether all tokens of a step are one axis; those of a micro-batch, of pairs or on a mesh, whose devices
-            hold parts of the batch and of its sequences, are more, of which the sequence is cut.
+        flat: whether all tokens of a step are one axis; those of a micro-batch, of pairs, of a user's loss or on a
+            mesh, whose devices hold parts of the batch and of its sequences, are more, of which the sequence is cut.
         rows: sequences that are computed at a time: a micro-batch, or the whole batch.
         length: of the axis that is cut.
         each: tokens in each step along it.
@@ -182,7 +182,8 @@ class Described(Run):
 
     Attributes:
         reference: the frozen model that the objective compares with, if it does.
-        sources: hashes of the files of the user's own functions, by the options that name them.
+        sources: hashes of the files of the user's own functions, and of weights that are read whenever it goes on, by
+            the options that name them.
     """
 
     reference: Reference | None = dataclasses.field(default=None, metadata={"beside": True})
@@ -272,7 +273,8 @@ class Resolved(Described):
         """How the head is cut."""
         pair = 2 if self.paired else 1
         rows = -(-self.batch_size // pair // (self.tiling.batch or 1)) * pair
-        flat = self.tiling.batch is None and not self.paired and self.mesh.devices == 1
+        alone = self.tiling.batch is None and not self.paired and self.mesh.devices == 1
+        flat = alone and not isinstance(self.objective, Custom)  # which may have a loss of each sequence
         length, each = (self.tokens_per_step, 1) if flat else (self.seq_len, rows)
         if self.tiling.size is not None:
             size = min(length, max(1, self.tiling.size // each))

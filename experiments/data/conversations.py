@@ -68,11 +68,11 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
     Raises:
         DataError: there are no lines, or one is not what it should be; where, and why.
     """
-    lines = _lines(config)
-    if len(lines) < 2:
+    lines, places = _lines(config)
+    if len(places) < 2:
         what = "conversations" if isinstance(config, configs.Chat) else "pairs"
         raise DataError(
-            f"too few {what} at data.path={config.path}: {len(lines)}, and it takes at least two different ones, to "
+            f"too few {what} at data.path={config.path}: {len(places)}, and it takes at least two different ones, to "
             f"train on and to hold out"
         )
     chat = encoder.chat or Plain()
@@ -80,20 +80,22 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
     told = encoder.identity, chat.identity, str(config.val_fraction), str(_ends(encoder))
     beside = [text.encode() for text in told]
     fields = {"ids": corpus.id_type(encoder.vocab_size), "counted": "uint8", "ends": "int64"}
-    encode = functools.partial(_encode, config, lines, encoder, chat)
-    train, held_out = corpus.encoded_parts(config, how, list(lines), fields, encode, beside=beside)
+    encode = functools.partial(_encode, config, places, encoder, chat)
+    train, held_out = corpus.encoded_parts(config, how, lines, fields, encode, beside=beside)
     return Examples(**train), Examples(**held_out)
 
 
-def _lines(config: configs.Chat | configs.Preference) -> dict[bytes, str]:
-    """Return every line of the files, and where it first is."""
+def _lines(config: configs.Chat | configs.Preference) -> tuple[list[bytes], dict[bytes, str]]:
+    """Return every line of the files, as often as it is there, and where it first is."""
     name = "chat" if isinstance(config, configs.Chat) else "preference"
     path = SHIPPED / f"{name}.jsonl" if config.path is None else Path(config.path).expanduser()
-    found: dict[bytes, str] = {}
+    lines: list[bytes] = []
+    places: dict[bytes, str] = {}
     for file in corpus.files_at(path, config.pattern):
         for where, line in corpus.json_lines(file):
-            found.setdefault(line, where)
-    return found
+            lines.append(line)
+            places.setdefault(line, where)
+    return lines, places
 
 
 def _encode(

@@ -125,7 +125,7 @@ class Directory:
             config: the run.
             argv: its overrides.
             chosen: what was chosen for the user.
-            hashes: of `data` that it reads, and of the user's own `sources`.
+            hashes: of `data` that it reads, and of the other `sources` that it names (`experiments.runtime.own`).
 
         Raises:
             DirectoryError: it cannot be made, or another run is in it.
@@ -267,7 +267,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def changed(before: dict[str, Any], about: dict[str, Any]) -> list[str]:
-    """Return what differs from before: the configuration, hashes of what is read and of the user's own files.
+    """Return what differs from before: the configuration, hashes of what is read: data, weights, the user's own files.
 
     Args:
         before: what `read` returned.
@@ -279,7 +279,8 @@ def changed(before: dict[str, Any], about: dict[str, Any]) -> list[str]:
         lines.append("data: what it reads is not what it was: another text, tokenizer or split")
     for key, source in about["sources"].items():
         if None not in (source, known := before["sources"].get(key)) and source != known:
-            lines.append(f"{key}: the file that the function is in is not what it was")
+            held = "the file that the function is in is" if key.endswith(".fn") else "the weights that it names are"
+            lines.append(f"{key}: {held} not what {'it was' if key.endswith('.fn') else 'they were'}")
     return lines
 
 

@@ -35,6 +35,7 @@ from transforms import TileError
 from transforms.sharding import partitions
 from transforms.step import numbers_as_arrays
 from zoo.huggingface.config import from_hf
+from zoo.huggingface.folder import fingerprint
 from zoo.models.head import head
 
 T = TypeVar("T", bound=Any)
@@ -81,7 +82,8 @@ def described(config: configs.Run, argv: Sequence[str] = ()) -> configs.Describe
     config = with_weights(config, argv)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     try:
-        frozen, found = reference(config), sources(config)
+        frozen = reference(config)
+        found = sources(config, frozen)
     except OwnError as error:
         raise CommandError(str(error)) from None
     return configs.Described(**parts, reference=frozen, sources=found)
@@ -300,7 +302,7 @@ def objective(config: configs.Custom, answer_sums: Callable[..., Any] | None = N
     """Return a user's loss as an objective `loss(models, hiddens, targets, mask) -> (scalar, dict of scalars)`.
 
     It is given, by name, `logits [..., V]`, or `hidden [..., D]` and the model's `head` (`zoo.head`), and `labels` and
-    `mask [...]`, 1 where a token counts; these are the tokens of a step [T], or sequences of them [B, S]. It returns a
+    `mask [...]`, 1 where a token counts; these are the sequences of a step [B, S], or of a micro-batch. It returns a
     number, or a loss of every token, whose mean over the mask is taken; or a pair of these and a dict of numbers to
     record.
 
@@ -355,14 +357,33 @@ def _by_name(model: jax.Array, *others: jax.Array) -> dict[str, jax.Array]:
     return dict(zip(names, values, strict=True))
 
 
-def sources(config: configs.Run) -> dict[str, str | None]:
-    """Return hashes of the source of the user's own functions of a run, each by its key; None: nothing tells it.
+def sources(config: configs.Run, frozen: configs.Reference | None) -> dict[str, str | None]:
+    """Return hashes of what a run names and reads whenever it goes on, each by its key; None: nothing tells it.
+
+    They are the source of the user's own functions, and weights that no checkpoint holds: of the frozen model, and of
+    what an adapter is added to.
 
     Raises:
         OwnError: there is no such file, module or function.
     """
-    groups = ("objective", "optimizer", "data")[: 3 if config.compile_for is None else 2]  # else nothing is read
-    return {f"{group}.fn": _source(one) for group in groups if (one := _own(config, group))}
+    read = config.compile_for is None
+    groups = ("objective", "optimizer", "data")[: 3 if read else 2]
+    found = {f"{group}.fn": _source(one) for group in groups if (one := _own(config, group))}
+    folders: dict[str, str | None] = {}
+    if isinstance(config.adapter, configs.Lora) or (frozen is not None and frozen.path is None):
+        folders["model.weights"] = config.model.weights
+    if frozen is not None:
+        key = "teacher" if isinstance(config.objective, configs.Distill) else "reference"
+        folders[f"objective.{key}"] = frozen.path
+    return found | {key: _weights(path) for key, path in folders.items() if path is not None and read}
+
+
+def _weights(folder: str) -> str | None:
+    """Return a hash of a folder's weights; None where they cannot be read, which loading them says."""
+    try:
+        return fingerprint(Path(folder).expanduser())
+    except (OSError, ValueError):
+        return None
 
 
 def _own(config: Any, group: str) -> Callable[..., Any] | None:

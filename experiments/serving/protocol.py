@@ -456,9 +456,14 @@ def _sampling(read: _Body, said: Mapping[str, Any]) -> Sampling:
 
 
 def _bias(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    def number(token: str, value: Any) -> tuple[int, float]:
+        if not re.fullmatch(r"0|[1-9]\d*", token) or type(value) not in (int, float):
+            raise ValueError(_short({token: value}))
+        return int(token), float(value)
+
     try:
-        return tuple((int(token), float(value)) for token, value in given.items())
-    except (TypeError, ValueError, OverflowError) as error:
+        return tuple(number(token, value) for token, value in given.items())
+    except (ValueError, OverflowError) as error:
         raise BadRequest(f"`logit_bias` must be of ids and numbers: {error}", "logit_bias") from None
 
 

@@ -412,6 +412,20 @@ def test_bad_lines_are_named(make, tmp_path, kind, line, message):
         make(f"data={kind}", f"data.path={tmp_path / 'a.jsonl'}")
 
 
+@pytest.mark.parametrize("kind", ["chat", "preference"])
+def test_a_line_counts_as_often_as_it_is_there(make, tmp_path, kind):
+    """And its copies are all learned from, or all held out."""
+    lines = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "a"}]} for i in range(9)
+    ]
+    if kind == "preference":
+        lines = [{"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(9)]
+    apart = ["data.packed=false"] * (kind == "chat")
+    source = make(f"data={kind}", write(tmp_path / "lines.jsonl", *lines, *[lines[0]] * 20), *apart)
+    sizes = sorted((len(source.train), len(source.held_out)))
+    assert sum(sizes) == 29 and (sizes[0] < 9)
+
+
 def test_one_conversation_is_too_few(make, tmp_path):
     with pytest.raises(batches.DataError, match="too few conversations"):
         make("data=chat", write(tmp_path / "a.jsonl", {"messages": MESSAGES}))

@@ -33,6 +33,10 @@ def focal(logits, labels, mask, gamma=2.0):
     losses = -((1 - jnp.exp(picked)) ** gamma) * picked
     return (losses * mask).sum() / mask.sum(), {"cross_entropy": -picked, "sure": jnp.exp(picked)}
 
+def of_sequences(logits, labels, mask):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels) * mask
+    return (losses.sum(-1) / jnp.maximum(mask.sum(-1), 1)).mean()
+
 def each(hidden, head, labels):
     return optax.softmax_cross_entropy_with_integer_labels(head(hidden), labels)
 
@@ -98,6 +102,16 @@ def test_a_plan_trains_nothing(start, tmp_path, capsys):
 
 def losses(folder):
     return [row["loss"] for row in rows(folder)[1:]]
+
+
+def test_a_loss_of_each_sequence_is_the_same_however_a_step_is_cut(start, written, tmp_path):
+    words = [f"objective={written}:of_sequences", "data=chat", "seq_len=64"]
+    cuts = ("tiling.n=none", "tiling.n=4", "tiling.batch=2 tiling.n=3")
+    for number, cut in enumerate(cuts):
+        assert start(*words, f"run=cut{number}", *cut.split()) == 0
+    whole, *others = (losses(tmp_path / f"cut{number}") for number in range(len(cuts)))
+    for found in others:
+        np.testing.assert_allclose(found, whole, rtol=2e-6)
 
 
 def test_a_loss_by_name_is_trained_tiled_recorded_and_gone_on_with(start, written, tmp_path):

@@ -219,6 +219,29 @@ def test_a_change_of_what_is_read_is_said(start, tmp_path, capsys):
     assert "changed  data: what it reads is not what it was" in capsys.readouterr().out
 
 
+def test_a_change_of_weights_that_are_read_again_is_said(start, tmp_path, capsys):
+    """Not of those that a run only began with: a checkpoint holds what became of them."""
+    assert start("run=first", "save.final=true") == start("run=other", "save.final=true", "seed=5") == 0
+    folder, other = (tmp_path / name / "weights" for name in ("first", "other"))
+    words = f"model.weights={folder}", "checkpoint.every=2", "optimizer.schedule=constant"
+    teacher = f"objective.teacher={folder}"
+    runs = {
+        "model.weights": ("run=adapted", "adapter=lora", *words),
+        "objective.teacher": ("run=taught", "objective=distill", teacher, "tiling.n=4", *words[1:]),
+        None: ("run=plain", *words),
+    }
+    said = lambda: [line for line in capsys.readouterr().out.splitlines() if "changed  " in line and "weights" in line]
+    for words in runs.values():
+        assert start(*words, "steps=2") == start(*words, "steps=4") == 0
+    assert not said()
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes((other / file.name).read_bytes())
+    for key, words in runs.items():
+        assert start(*words, "steps=6") == 0
+        expected = [f"{key}: the weights that it names are not what they were"] if key else []
+        assert [line.partition("changed  ")[2] for line in said()] == expected
+
+
 def test_preferences_are_learned_from_what_the_run_starts_from(start, tmp_path, capsys):
     words = ["objective=dpo", "data=preference", "seq_len=64", "tiling.n=4", "batch_size=16", "steps=20"]
     assert start("run=pairs", *words, "optimizer=adamw", "optimizer.learning_rate=0.01") == 0

@@ -615,6 +615,13 @@ def test_the_model_is_called_by_its_name_or_its_folders(short):
         ("/v1/completions", {"prompt": "x" * 96}, "prompt", "do not fit"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 96}, "max_tokens", "96 tokens here (`length`)"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "must be of ids and numbers"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"1_0": 1}}, "logit_bias", "of ids and numbers: {'1_0': 1}"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "logit_bias": {"5": True}},
+            "logit_bias",
+            "of ids and numbers: {'5': True}",
+        ),
         ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 96}, "max_completion_tokens", "=96 do"),
         ("/v1/embeddings", {"input": [[1, 999]]}, "input", "token id 999"),
         ("/v1/embeddings", {"input": "x", "pooling": "max"}, "pooling", "must be mean or last"),

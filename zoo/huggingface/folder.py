@@ -1,6 +1,7 @@
 """What a Hugging Face folder holds, read from headers alone, and every way in which that can be wrong. Free of JAX."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ from zoo.huggingface.tensors import DTYPES, Slice, Tensor, Turned
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON
+_SAMPLE = 64  # bytes of a tensor that tell it from another
 _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head a second time
 # A multimodal folder holds its text part under one of these, and the rest under the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
@@ -94,6 +96,24 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise refusal(folder, f"files are damaged; copy them again.\n{lines}")
     return tensors
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of what tells a folder's weights from others: what tensors there are, and the digests that files
+    keep of them, or else some bytes from the middle of each.
+
+    Raises:
+        ValueError: as `read_headers` does.
+        OSError: a file cannot be read.
+    """
+    found = hashlib.sha256()
+    for name, tensor in sorted(read_headers(folder).items()):
+        found.update(f"{name} {tensor.shape} {tensor.dtype} {tensor.digest}".encode())
+        if tensor.digest is None and tensor.nbytes:
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.start + max(0, tensor.nbytes - _SAMPLE) // 2)
+                found.update(file.read(min(_SAMPLE, tensor.nbytes)))
+    return found.hexdigest()
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -59,6 +59,11 @@ class Tensor:
     digest: str | None
     start: int
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has in the file; of a type that nobody here reads, at least so many."""
+        return math.prod(self.shape) * (_NUMPY[self.dtype].itemsize if self.dtype in _NUMPY else 1)
+
     def pieces(self, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         """Yield `(first row, rows)` in order; nothing may be written to them.
 
