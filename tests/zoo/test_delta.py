@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from transforms import tile
-from zoo.models.delta import corrected, delta_rule
-from zoo.models.hybrid import convolved
+from zoo.models.hybrids.delta import corrected, delta_rule
+from zoo.models.hybrids.shared import convolved
 
 BATCH, KEYS, VALUES, SIZE, WIDTH = 2, 2, 4, 6, 5
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from transforms import tile
-from zoo.models.hybrid import decays
-from zoo.models.mamba import added, state_space
+from zoo.models.hybrids.mamba import added, state_space
+from zoo.models.hybrids.shared import decays
 
 BATCH, HEADS, WIDTH, GROUPS, SIZE = 2, 4, 5, 2, 6
 

@@ -17,11 +17,11 @@ from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import evaluated, jit, loaded
 from zoo import AbstractMixture, ForwardPass, Ops, load
 from zoo.config import rows
-from zoo.models.delta import delta_rule
 from zoo.models.forward import LayerPass, layer_passes
-from zoo.models.hybrid import convolved
+from zoo.models.hybrids.delta import delta_rule
+from zoo.models.hybrids.mamba import state_space
+from zoo.models.hybrids.shared import convolved
 from zoo.models.layers import attention, rms_norm, rope
-from zoo.models.mamba import state_space
 from zoo.models.mixtures.experts import experts, route, weighed
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
@@ -315,12 +315,12 @@ def _one_after_the_other(model, _):
 
 def _delta_rule(change):
     """Change what the delta rule is given."""
-    return _patch("zoo.models.delta.delta_rule", lambda *parts: delta_rule(*change(*parts)))
+    return _patch("zoo.models.hybrids.delta.delta_rule", lambda *parts: delta_rule(*change(*parts)))
 
 
 def _state_space(change):
     """Change what a state space is given."""
-    return _patch("zoo.models.mamba.state_space", lambda *parts: state_space(*change(*parts)))
+    return _patch("zoo.models.hybrids.mamba.state_space", lambda *parts: state_space(*change(*parts)))
 
 
 def _rms_only(x, weight, bias, eps, offset=0.0):
@@ -599,7 +599,10 @@ MUTANTS = {
     "llama 4: no shared expert": ("llama4", _without("shared_gate", "shared_up", "shared_down")),
     "llama 4: not stretched": ("llama4", _flip(rope_scaling=None)),
     "llama 4: one expert": ("llama4_dense", _flip(experts_per_token=1)),
-    "qwen 3 next: no gates behind attention": ("qwen3_next", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
+    "qwen 3 next: no gates behind attention": (
+        "qwen3_next",
+        _patch("zoo.models.hybrids.delta.jax.nn.sigmoid", jnp.ones_like),
+    ),
     "qwen 3 next: norms not less one": (
         "qwen3_next",
         _patch("zoo.families.llamas.qwen_next.Qwen3NextConfig.norm_offset", 0.0),
@@ -613,7 +616,7 @@ MUTANTS = {
     "qwen 3 next: queries and keys swapped": ("qwen3_next", _delta_rule(lambda q, k, *rest: (k, q, *rest))),
     "qwen 3 next: a convolution the other way round": (
         "qwen3_next",
-        _patch("zoo.models.delta.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
+        _patch("zoo.models.hybrids.delta.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
     ),
     "qwen 3 next: weights as they are": ("qwen3_next", _flip(normalise_weights=False)),
     "granite 4: no decay": ("granite4_hybrid", _state_space(lambda x, b, c, decay, *rest: (x, b, c, 0 * decay, *rest))),
@@ -628,7 +631,7 @@ MUTANTS = {
     ),
     "granite 4: the convolution reversed": (
         "granite4_hybrid",
-        _patch("zoo.models.mamba.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
+        _patch("zoo.models.hybrids.mamba.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
     ),
     "granite 4: no bias of the convolution": (
         "granite4_hybrid",
@@ -645,13 +648,16 @@ MUTANTS = {
     ),
     "lfm 2: the convolution reversed": (
         "lfm2",
-        _patch("zoo.models.lfm.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
+        _patch("zoo.models.hybrids.lfm.convolved", lambda x, taps, *rest: convolved(x, taps[:, ::-1], *rest)),
     ),
     "lfm 2: norm eps": ("lfm2", _flip(norm_eps=1e-3)),
     "lfm 2: weights not normalised": ("lfm2_moe", _flip(normalise_weights=False)),
     "lfm 2: weights not scaled": ("lfm2_moe_other", _flip(weight_scale=1.0)),
     "lfm 2: chosen without the bias": ("lfm2_moe", _without("router_bias")),
-    "qwen 3.5: no gates behind attention": ("qwen3_5", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
+    "qwen 3.5: no gates behind attention": (
+        "qwen3_5",
+        _patch("zoo.models.hybrids.delta.jax.nn.sigmoid", jnp.ones_like),
+    ),
     "qwen 3.5: whole heads turn": ("qwen3_5", _flip(rotary_fraction=1.0)),
     "qwen 3.5: norms not less one": ("qwen3_5", _patch("zoo.families.llamas.qwen_next.Qwen35Config.norm_offset", 0.0)),
     "qwen 3.5: rates and decays swapped": (

@@ -1,6 +1,7 @@
 """The families, one file each (or one for what grew out of it): its config, the rows of its parameters, what its
 `config.json` may hold, and which model it makes. Free of JAX. They stand by lineage, in `gemmas`, `gpts` and `llamas`,
-and in `mixtures` what is a mixture of experts alone; what all mixtures share is in `mixture`.
+and in `mixtures` what is a mixture of experts alone; what all mixtures share is in `mixture`, and what those with
+Mamba's layers share in `mamba`.
 
 In: a family's name, or a config. Out: the class of its config, or of its models.
 """

@@ -124,7 +124,7 @@ class Granite4Config(MambaLike, GraniteConfig):
         rotated: queries and keys turn by their positions.
     """
 
-    model: ClassVar[str] = "zoo.models.mamba.Granite4"
+    model: ClassVar[str] = "zoo.models.hybrids.mamba.Granite4"
     mlp: ClassVar[tuple[Row, ...]] = _MLP
     dialects: ClassVar = {
         "granitemoehybrid": Dialect(
@@ -167,7 +167,7 @@ class Granite4MoeConfig(MixtureLike, Granite4Config):
         shared_mlp_dim: hidden width of the MLP that all tokens meet.
     """
 
-    model: ClassVar[str] = "zoo.models.mamba.Granite4Moe"
+    model: ClassVar[str] = "zoo.models.hybrids.mamba.Granite4Moe"
     mlp: ClassVar = (*_EXPERTS, *_SHARED)
     layer_stacks = Granite4Config.layer_stacks
     dialects: ClassVar = {

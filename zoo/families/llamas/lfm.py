@@ -159,7 +159,7 @@ def _named(tensor: str) -> str:
 class LfmConfig(ConvLike):
     """LFM 2 and 2.5."""
 
-    model: ClassVar[str] = "zoo.models.lfm.Lfm"
+    model: ClassVar[str] = "zoo.models.hybrids.lfm.Lfm"
     dialects: ClassVar = {
         "lfm2": Dialect(
             architecture="Lfm2ForCausalLM",
@@ -190,7 +190,7 @@ class LfmMoeConfig(DenseFirst, ConvLike):
         chosen_by_bias: a bias takes part in choosing experts, and not in weighing them.
     """
 
-    model: ClassVar[str] = "zoo.models.lfm.LfmMoe"
+    model: ClassVar[str] = "zoo.models.hybrids.lfm.LfmMoe"
     dialects: ClassVar = {
         "lfm2_moe": Dialect(
             architecture="Lfm2MoeForCausalLM",

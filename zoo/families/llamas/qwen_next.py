@@ -171,7 +171,7 @@ class _Sparse(MixtureLike, DeltaLike):
     """
 
     mlp: ClassVar = (*EXPERTS, *SHARED)
-    model: ClassVar[str] = "zoo.models.delta.Qwen3Next"
+    model: ClassVar[str] = "zoo.models.hybrids.delta.Qwen3Next"
     layer_stacks = DeltaLike.layer_stacks
 
     num_experts: int = 512
@@ -241,7 +241,7 @@ class Qwen35Config(DeltaLike):
             **_SEEING,
         )
     }
-    model: ClassVar[str] = "zoo.models.delta.Qwen35"
+    model: ClassVar[str] = "zoo.models.hybrids.delta.Qwen35"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from zoo.families.llamas.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Conf
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.hybrid import Layer, by_chunks, convolved, convolved_one, decays
+from zoo.models.hybrids.shared import Layer, by_chunks, convolved, convolved_one, decays
 from zoo.models.layers import accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 

@@ -15,7 +15,7 @@ from zoo.families.llamas.lfm import ConvLike, LfmConfig, LfmMoeConfig
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.hybrid import Attention, Layer, convolved, convolved_one
+from zoo.models.hybrids.shared import Attention, Layer, convolved, convolved_one
 from zoo.models.layers import linear
 from zoo.quantised import AbstractMatrix
 

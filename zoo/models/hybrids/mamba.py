@@ -21,7 +21,7 @@ from zoo.families.mamba import MambaLike
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.hybrid import Attention, Layer, by_chunks, convolved, convolved_one, decays
+from zoo.models.hybrids.shared import Attention, Layer, by_chunks, convolved, convolved_one, decays
 from zoo.models.layers import accumulator, linear
 from zoo.quantised import AbstractMatrix
 
