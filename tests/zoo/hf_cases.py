@@ -312,7 +312,8 @@ CASES |= {
     "granite4_hybrid": _GRANITE_HYBRID,
     "granite4_hybrid_other": _GRANITE_HYBRID
     | {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_n_groups": 1, "tie_word_embeddings": True}
-    | {"layer_types": ["attention", "mamba"] * 2, "attention_bias": True, "position_embedding_type": "rope"},
+    | {"layer_types": ["attention", "mamba"] * 2, "attention_bias": True, "position_embedding_type": "rope"}
+    | {"hidden_act": "gelu"},
     "granite4_moe": _GRANITE_MOE,
     "granite4_moe_other": _GRANITE_MOE | {"num_experts_per_tok": 1, "layer_types": ["attention"] * 4},
 }

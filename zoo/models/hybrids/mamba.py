@@ -17,12 +17,11 @@ from jaxtyping import Array, Bool, Float
 
 from transforms.sharding import explicit, partitions, place, uncut
 from zoo.families.llamas.granite import Granite4Config, Granite4MoeConfig
-from zoo.families.mamba import MambaLike
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.hybrids.shared import Attention, Layer, by_chunks, convolved, convolved_one, decays
-from zoo.models.layers import accumulator, linear
+from zoo.models.layers import ACTIVATIONS, accumulator, linear
 from zoo.quantised import AbstractMatrix
 
 CHUNK = 64  # tokens between which the state is handed on
@@ -72,8 +71,8 @@ class Mamba(Layer):
     def _whole(self, channels, step, log_decay, config, told):
         """Return what is seen in whole texts, and no pool."""
         bias = None if self.conv_bias is None else self.conv_bias.astype(channels.dtype)
-        mixed = jax.nn.silu(convolved(channels, self.conv[:, 0].astype(channels.dtype), told.positions, bias))
-        x, b, c = _parts(mixed.astype(step.dtype), config)
+        mixed = convolved(channels, self.conv[:, 0].astype(channels.dtype), told.positions, bias)
+        x, b, c = _parts(mixed, step.dtype, config)
         begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, step.shape[:2])
         space = state_space
         if explicit():
@@ -88,15 +87,16 @@ class Mamba(Layer):
         def token(state, own):
             channels_C, step_M, log_decay_M = own
             inputs, mixed_C = convolved_one(state["inputs"], channels_C, taps, bias)
-            x, b, c = _parts(jax.nn.silu(mixed_C).astype(step_M.dtype), config)
+            x, b, c = _parts(mixed_C, step_M.dtype, config)
             matrices, found = added(state["matrices"], x * step_M[:, None], b, c, log_decay_M)
             return {"inputs": inputs, "matrices": matrices}, found + skip * x
 
         return told.recurrence(token, (channels, step, log_decay))
 
 
-def _parts(mixed, config: MambaLike):
+def _parts(mixed, dtype, config):
     """Return the heads' channels, and the groups' two directions, of the channels behind the convolution."""
+    mixed = ACTIVATIONS[config.activation](mixed).astype(dtype)
     inner, size = config.mamba_heads * config.mamba_head_dim, config.mamba_groups * config.mamba_state_dim
     parts = zip(
         jnp.split(mixed, [inner, inner + size], -1), (config.mamba_heads, *(config.mamba_groups,) * 2), strict=True
