@@ -1,5 +1,6 @@
 """The rows of parameters against the models: every leaf has a row, and the letters are those of the annotations."""
 
+import dataclasses
 import typing
 
 import equinox as eqx
@@ -88,3 +89,25 @@ def test_layers_without_experts_have_rows_of_their_own():
     assert tensors["dense.gate"] == ["model.layers.1.mlp.gate_proj.weight"]
     assert tensors["layers.router"] == [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2, 3)]
     assert tensors["layers.down"][6] == "model.layers.2.mlp.experts.1.down_proj.weight"
+
+
+def _traced(config: Config) -> str:
+    shapes = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((1, 4), np.int32)
+    return str(eqx.filter_make_jaxpr(lambda model, tokens: model(tokens))(shapes, tokens)[0])
+
+
+def test_every_flag_of_a_family_changes_its_models():
+    """In some case at least: none is passed over, as one that a family has inherited may be."""
+    moves: dict[str, bool] = {}
+    for config in CONFIGS.values():
+        for field in dataclasses.fields(config):
+            name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
+            if not isinstance(value, bool) or moves.get(name):
+                continue
+            try:
+                other = dataclasses.replace(config, **{field.name: not value})
+            except ValueError:  # not together with the others
+                continue
+            moves[name] = rows(other) != rows(config) or _traced(other) != _traced(config)
+    assert [name for name, known in moves.items() if not known] == []

@@ -100,7 +100,7 @@ class MambaLike:
 
 def read_states(read: Any, num_layers: int) -> dict[str, Any]:
     """Return which layers have a state space, and their sizes, if there are any."""
-    listed = "layer_types" if "layer_types" in read.raw else "layers_block_type"
+    listed = "layer_types" if read.raw.get("layers_block_type") is None else "layers_block_type"
     letters = read.types(_TYPES, STATES * num_layers, listed, _ALIASES)
     fields: dict[str, Any] = {"layer_pattern": pattern_of(letters, ATTEND)}
     sizes = (("mamba_n_heads", 128), ("mamba_expand", 2), ("hidden_size", 0))

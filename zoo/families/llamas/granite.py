@@ -8,37 +8,28 @@ from typing import Any, ClassVar
 
 from zoo.config import Rope, not_positive
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
-from zoo.families.llamas.llama import LlamaConfig
+from zoo.families.llamas.llama import Activated
 from zoo.families.mamba import KEYS, MambaLike, read_states, refuse_states, write_states
 from zoo.families.mixture import BALANCE, MixtureLike
-from zoo.parameters import ATTENTION, LAYER, MLP_NORM, Row, stacked
+from zoo.parameters import ATTENTION, LAYER, MLP, MLP_BIASES, MLP_NORM, Row, stacked
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteConfig(LlamaConfig):
-    """Granite 3, its dense models.
+class GraniteLike(Activated):
+    """What Granite 3 and 4 share.
 
     Attributes:
+        attention_bias: biases after the four projections of attention.
         embedding_multiplier: multiplies the embedding's rows where they are looked up.
         attention_multiplier: multiplies attention's scores, in place of one over the root of the head's size.
         residual_multiplier: multiplies what attention and MLP put out, before it is added.
         logits_scaling: divides the logits.
     """
 
-    dialects: ClassVar = {
-        "granite": Dialect(
-            architecture="GraniteForCausalLM",
-            sizes=sizes(2048),
-            numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS},
-            flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
-            choices=ACTIVATION,
-            written={"pad_token_id": None},
-        )
-    }
-
     norm_eps: float = 1e-6
+    attention_bias: bool = False
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -67,6 +58,32 @@ class GraniteConfig(LlamaConfig):
     def logit_scale(self) -> float | None:
         """What logits are multiplied by."""
         return None if self.logits_scaling == 1 else 1 / self.logits_scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(GraniteLike):
+    """Granite 3, its dense models.
+
+    Attributes:
+        mlp_bias: biases after the projections of the MLP.
+    """
+
+    dialects: ClassVar = {
+        "granite": Dialect(
+            architecture="GraniteForCausalLM",
+            sizes=sizes(2048),
+            numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS},
+            flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
+            choices=ACTIVATION,
+            written={"pad_token_id": None},
+        )
+    }
+
+    mlp_bias: bool = False
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.attention_rows() + MLP + (MLP_BIASES if self.mlp_bias else ()))
 
 
 _IGNORED = ("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor")
@@ -117,7 +134,7 @@ _READ: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Granite4Config(MambaLike, GraniteConfig):
+class Granite4Config(MambaLike, GraniteLike):
     """Granite 4, the models without experts.
 
     Attributes:
