@@ -31,6 +31,7 @@ _HOME = {
     "Granite4Config": "zoo.families.llamas.granite",
     "Granite4MoeConfig": "zoo.families.llamas.granite",
     "GraniteConfig": "zoo.families.llamas.granite",
+    "GraniteMoeConfig": "zoo.families.llamas.granite",
     "Head": "zoo.models.head",
     "HunyuanConfig": "zoo.families.llamas.hunyuan",
     "LfmConfig": "zoo.families.llamas.lfm",
@@ -108,6 +109,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
     from zoo.families.llamas.granite import Granite4MoeConfig as Granite4MoeConfig
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
+    from zoo.families.llamas.granite import GraniteMoeConfig as GraniteMoeConfig
     from zoo.families.llamas.hunyuan import HunyuanConfig as HunyuanConfig
     from zoo.families.llamas.lfm import LfmConfig as LfmConfig
     from zoo.families.llamas.lfm import LfmMoeConfig as LfmMoeConfig

@@ -314,6 +314,12 @@ CASES |= {
     | {"mamba_conv_bias": False, "mamba_d_conv": 3, "mamba_n_groups": 1, "tie_word_embeddings": True}
     | {"layer_types": ["attention", "mamba"] * 2, "attention_bias": True, "position_embedding_type": "rope"}
     | {"hidden_act": "gelu"},
+    "granite_moe": _GRANITE
+    | {"model_type": "granitemoe", "num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.4}
+    | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    "granite_moe_shared": _GRANITE
+    | {"model_type": "granitemoeshared", "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": True}
+    | {"shared_intermediate_size": 40, "tie_word_embeddings": True},
     "granite4_moe": _GRANITE_MOE,
     "granite4_moe_other": _GRANITE_MOE | {"num_experts_per_tok": 1, "layer_types": ["attention"] * 4},
 }

@@ -163,7 +163,7 @@ def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     parts = {name: array}
     if kind in ("gpt_oss", "gemma4_text", "llama4_text", "mistral4"):  # there they are together
         return parts
-    if kind == "granitemoehybrid":
+    if kind.startswith("granitemoe"):
         own = {"router.weight": "router.layer.weight", "experts.gate_up_proj": "input_linear.weight"}
         own |= {"experts.down_proj": "output_linear.weight"}
         return {functools.reduce(lambda text, pair: text.replace(*pair), own.items(), name): array}

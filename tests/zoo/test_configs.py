@@ -122,6 +122,8 @@ PUBLISHED = {
     "mistral_small4_119b": 118_972_826_624,
     "kimi_k2": 1_026_408_232_448,
     "qwen3_next_80b_a3b": 79_674_391_296,
+    "granite3_1_1b_a400m": 1_334_628_352,
+    "granite3_1_3b_a800m": 3_298_793_472,
     "granite4_h_1b": 1_461_538_368,
     "granite4_h_micro": 3_191_396_096,
     "granite4_h_tiny": 6_939_037_248,

@@ -45,6 +45,7 @@ QUICK = (
     "lfm2_moe",
     "granite4_hybrid_other",
     "granite4_moe",
+    "granite_moe",
 )
 MODEL = "gemma2_gqa"
 

@@ -639,6 +639,8 @@ MUTANTS = {
     ),
     "granite 4: groups swapped": ("granite4_hybrid", _state_space(lambda x, b, *rest: (x, b[:, :, ::-1], *rest))),
     "granite 4: not scaled behind experts": ("granite4_moe", _flip(residual_multiplier=1.0)),
+    "granite 3: not scaled behind experts": ("granite_moe", _flip(residual_multiplier=1.0)),
+    "granite 3: no shared expert": ("granite_moe_shared", _without("shared_gate", "shared_up", "shared_down")),
     "granite 4: no shared expert": ("granite4_moe", _without("shared_gate", "shared_up", "shared_down")),
     "lfm 2: gates swapped": (
         "lfm2",

@@ -58,6 +58,7 @@ COUNTS = {
     # 108,641,793,536 less the vision model and what joins the two, which the notes count.
     "meta-llama/Llama-4-Scout-17B-16E (notes)": 107_769_861_120,
     "bigcode/starcoder2-15b (a blog)": 15_957_889_024,
+    "ibm-granite/granite-3.1-3b-a800m-instruct (a planner)": 3_298_793_472,
     "ibm-granite/granite-4.0-h-micro (keys of a test)": 3_191_396_096,
     "ibm-granite/granite-4.0-h-tiny (keys of a test)": 6_939_037_248,
     "ibm-granite/granite-4.0-h-1b (keys of a test)": 1_461_538_368,

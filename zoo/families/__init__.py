@@ -24,7 +24,7 @@ from zoo.families.gpts.starcoder import StarCoder2Config
 from zoo.families.llamas.ernie import ErnieConfig, ErnieMoeConfig, HeliumConfig
 from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import DotsConfig, GLMConfig, GLMMoeConfig
-from zoo.families.llamas.granite import Granite4Config, Granite4MoeConfig, GraniteConfig
+from zoo.families.llamas.granite import Granite4Config, Granite4MoeConfig, GraniteConfig, GraniteMoeConfig
 from zoo.families.llamas.hunyuan import HunyuanConfig
 from zoo.families.llamas.lfm import LfmConfig, LfmMoeConfig
 from zoo.families.llamas.llama import ArceeConfig, LlamaConfig
@@ -63,6 +63,7 @@ FAMILIES: dict[str, type[Config]] = {
     "qwen2_moe": Qwen2MoeConfig,
     "phi3": Phi3Config,
     "granite": GraniteConfig,
+    "granite_moe": GraniteMoeConfig,
     "granite4": Granite4Config,
     "granite4_moe": Granite4MoeConfig,
     "gpt2": GPT2Config,

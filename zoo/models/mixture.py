@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from zoo.families.llamas.ernie import ErnieMoeConfig
 from zoo.families.llamas.glm import GLMMoeConfig
+from zoo.families.llamas.granite import GraniteMoeConfig
 from zoo.families.llamas.mistral import MixtralConfig
 from zoo.families.llamas.olmo import OlmoeConfig
 from zoo.families.llamas.qwen import Qwen2MoeConfig, Qwen3MoeConfig
@@ -36,7 +37,7 @@ from zoo.quantised import AbstractMatrix
 
 AnyMixture = (
     MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig | GLMMoeConfig | MiniMaxConfig
-    | ErnieMoeConfig
+    | ErnieMoeConfig | GraniteMoeConfig
 )  # fmt: skip
 
 

@@ -86,23 +86,6 @@ class GraniteConfig(GraniteLike):
         return self.with_ends(self.attention_rows() + MLP + (MLP_BIASES if self.mlp_bias else ()))
 
 
-_IGNORED = ("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor")
-_IGNORED += ("init_method", "normalization_function")
-_DENSE = {key: size for key, size in sizes(2048).items() if key != "intermediate_size"}  # which is that of experts
-
-
-def _read(read: Any, num_layers: int) -> dict[str, Any]:
-    """Return whether positions turn, and what layers are."""
-    kind = read.raw.get("position_embedding_type")
-    if kind not in ("rope", "nope", None):
-        read.problems.append(f"`position_embedding_type`={kind!r} is not supported, only 'rope', 'nope' or null")
-    return {"rotated": kind == "rope", **read_states(read, num_layers)}
-
-
-def _write(config: Any) -> dict[str, Any]:
-    return {"position_embedding_type": "rope" if config.rotated else "nope", **write_states(config)}
-
-
 _INTO = LAYER + "shared_mlp.input_linear.weight"
 _MLP = (
     Row("layers.gate", _INTO, "F D -> D F", "D", fused="FF", part=0),
@@ -121,6 +104,76 @@ _EXPERTS = (
     Row("layers.up", _EXPERTS_INTO, "E F D -> E D F", "D", fused="FF", part=1),
     Row("layers.down", LAYER + "block_sparse_moe.output_linear.weight", "E D F -> E F D", "F"),
 )
+_CHOICE = {
+    "intermediate_size": ("mlp_dim", 11008),
+    "num_local_experts": ("num_experts", 8),
+    "num_experts_per_tok": ("experts_per_token", 2),
+}
+_NUMBERS = eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS}
+_MIXTURE: dict[str, Any] = {
+    "numbers": _NUMBERS | BALANCE,
+    "flags": TIED | BIAS,
+    "choices": ACTIVATION,
+    "written": {"pad_token_id": None},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeConfig(MixtureLike, GraniteLike):
+    """Granite 3, its mixtures of experts.
+
+    Attributes:
+        mlp_dim: hidden width of one expert.
+        shared_mlp_dim: hidden width of the MLP that all tokens meet; 0 is none.
+    """
+
+    dialects: ClassVar = {
+        "granitemoe": Dialect(
+            architecture="GraniteMoeForCausalLM", sizes=sizes(2048) | _CHOICE, fixed={"shared_mlp_dim": 0}, **_MIXTURE
+        ),
+        "granitemoeshared": Dialect(
+            architecture="GraniteMoeSharedForCausalLM",
+            sizes=sizes(2048, shared_intermediate_size=("shared_mlp_dim", 0)) | _CHOICE,
+            **_MIXTURE,
+        ),
+    }
+
+    num_experts: int = 32
+    experts_per_token: int = 8
+    shared_mlp_dim: int = 0
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        wrong = [f"shared_mlp_dim={self.shared_mlp_dim} must be zero or more"] * (self.shared_mlp_dim < 0)
+        return super().problems() + self.router_problems() + wrong
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return super().dims | {"U": self.shared_mlp_dim}
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.attention_rows() + _EXPERTS + (_SHARED if self.shared_mlp_dim else ()))
+
+
+_IGNORED = ("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor")
+_IGNORED += ("init_method", "normalization_function")
+_DENSE = {key: size for key, size in sizes(2048).items() if key != "intermediate_size"}  # which is that of experts
+
+
+def _read(read: Any, num_layers: int) -> dict[str, Any]:
+    """Return whether positions turn, and what layers are."""
+    kind = read.raw.get("position_embedding_type")
+    if kind not in ("rope", "nope", None):
+        read.problems.append(f"`position_embedding_type`={kind!r} is not supported, only 'rope', 'nope' or null")
+    return {"rotated": kind == "rope", **read_states(read, num_layers)}
+
+
+def _write(config: Any) -> dict[str, Any]:
+    return {"position_embedding_type": "rope" if config.rotated else "nope", **write_states(config)}
+
+
 _READ: dict[str, Any] = {
     "choices": ACTIVATION,
     "only": {"mamba_proj_bias": (False,)},
@@ -147,7 +200,7 @@ class Granite4Config(MambaLike, GraniteLike):
         "granitemoehybrid": Dialect(
             architecture="GraniteMoeHybridForCausalLM",
             sizes=_DENSE | {"shared_intermediate_size": ("mlp_dim", 1024)},
-            numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS},
+            numbers=_NUMBERS,
             flags=TIED | BIAS,
             where={"num_local_experts": (0,)},
             ignored=(*_IGNORED, "intermediate_size", "num_experts_per_tok", *BALANCE),  # of experts
@@ -190,14 +243,8 @@ class Granite4MoeConfig(MixtureLike, Granite4Config):
     dialects: ClassVar = {
         "granitemoehybrid": Dialect(
             architecture="GraniteMoeHybridForCausalLM",
-            sizes=_DENSE
-            | {
-                "intermediate_size": ("mlp_dim", 11008),
-                "shared_intermediate_size": ("shared_mlp_dim", 1024),
-                "num_local_experts": ("num_experts", 8),
-                "num_experts_per_tok": ("experts_per_token", 2),
-            },
-            numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS} | BALANCE,
+            sizes=_DENSE | {"shared_intermediate_size": ("shared_mlp_dim", 1024)} | _CHOICE,
+            numbers=_NUMBERS | BALANCE,
             flags=TIED | BIAS,
             ignored=_IGNORED,
             **_READ,
