@@ -13,7 +13,7 @@ import pytest
 from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import jit, loaded, loss_fn
 from transforms.step import State, make_train_step
-from zoo import Gemma4MoeConfig, Llama4Config, adapters
+from zoo import Gemma4MoeConfig, Granite4MoeConfig, GraniteMoeConfig, Llama4Config, adapters
 from zoo.adapters import lora
 from zoo.models.layers import linear
 from zoo.models.mixtures.experts import ragged_linear
@@ -266,6 +266,7 @@ def _held(folder):
 
 
 MODULE_OF_EXPERTS = {Llama4Config: "feed_forward.experts", Gemma4MoeConfig: "experts"}
+MODULE_OF_EXPERTS |= dict.fromkeys((GraniteMoeConfig, Granite4MoeConfig), "block_sparse_moe.experts")
 
 
 def write_experts(folder, config, targets, rank=3, **settings):
@@ -291,7 +292,7 @@ def write_experts(folder, config, targets, rank=3, **settings):
 
 @pytest.mark.crossed("case", "targets")
 @pytest.mark.parametrize("targets", [("gate_up_proj", "down_proj"), ("gate_up_proj",), ("down_proj",)], ids=len)
-@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "llama4", "gemma4_moe"])
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "llama4", "gemma4_moe", "granite_moe", "granite4_moe"])
 def test_experts_are_the_parameters_that_peft_adapts(case, targets, tmp_path):
     """`scale * einsum("ore,eri->eoi", B, A)` on what transformers has as one parameter, there and back.
 

@@ -20,6 +20,7 @@ from zoo.parameters import LAYER, Row
 
 _PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps them
 _HELD = re.compile(r"(?:base_model\.model\.)?(.*\.experts)(\.base_layer)?(\.lora_[AB]\.weight)")
+_LINEAR = re.compile(r"(in|out)put_linear\.weight$")  # what Granite's files call them
 _IN_MLP = re.compile(r"\.(gate|up|down)_proj\.weight$")
 _APART = re.compile(r"(.*\.experts)\.(\w+)\.(\d+)(\.lora_[AB]\.weight)")
 _OTHER = {".lora_A.weight": ".lora_B.weight", ".lora_B.weight": ".lora_A.weight"}
@@ -28,9 +29,11 @@ _OTHER = {".lora_A.weight": ".lora_B.weight", ".lora_B.weight": ".lora_A.weight"
 def as_parameter(row: Row) -> Row:
     """Return the row of a matrix as transformers keeps it; of experts, that of one expert's share of a parameter."""
     if "E" not in row.lead:
+        if ".router.layer." in row.tensor:  # Granite's
+            return replace(row, tensor=row.tensor.replace(".layer.weight", ".weight"))
         return replace(row, tensor=row.tensor.replace(".block_sparse_moe.", ".mlp."))
     of_all = "E" not in row.stack  # on disk too
-    module = (row.tensor.partition("experts.")[0] if of_all else LAYER + "mlp.") + "experts."
+    module = (_LINEAR.sub("", row.tensor.partition("experts.")[0]) if of_all else LAYER + "mlp.") + "experts."
     if row.fan_in == "F":
         return replace(row, tensor=module + "down_proj.{}", pattern="D F -> F D")
     part = int(row.leaf.endswith("up"))
