@@ -38,6 +38,33 @@ def test_a_product_of_two_constants_stays_apart(mesh):
 
 
 @WRONG
+def test_a_sum_of_a_constant_stays_apart(mesh):
+    x = put(mesh, jnp.ones((8, 4)))
+    made = jax.jit(lambda: reshard(jax.lax.reduce_sum(x, (0, 1), out_sharding=P(unreduced={"d"})), P()))()
+    assert made == 32
+
+
+@pytest.mark.parametrize("known", [(2,), (1, 2)], ids=str)
+def test_arguments_may_be_constants_of_the_program(mesh, known):
+    """Data that a jitted function closes over."""
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8, 16, 8), (8, 16))]
+    args = [args[0], *(put(mesh, x) for x in args[1:])]
+    loss = lambda w, h, mask: (((h @ w) ** 2).sum(-1) * mask).sum() / mask.sum()
+    given = [x for i, x in enumerate(args) if i not in known]
+
+    def of(fn):
+        def call(*given):
+            rest = iter(given)
+            return fn(*(x if i in known else next(rest) for i, x in enumerate(args)))
+
+        return call
+
+    found, wanted = (jax.jit(jax.value_and_grad(of(fn)))(*given) for fn in (tile(loss, (None, 1, 1), 4), loss))
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+@WRONG
 def test_what_is_apart_is_scattered_into(mesh):
     def add(a, b, places):
         return reshard(product(a, b).at[places].add(b, out_sharding=APART), P(None, None))
