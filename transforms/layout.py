@@ -154,10 +154,10 @@ def move(array: Any, target: PartitionSpec) -> Any:
     return reshard(array, target)
 
 
-def together(array: Any) -> Any:
-    """The array, once what the devices hold parts of is summed."""
-    mine = named(jax.typeof(array))
-    return array if mine is None else move(array, layout(entries_of(mine.spec), kept=mine.spec.reduced))
+def together(array: Any, aval: Any) -> Any:
+    """The array spread as a type says, but with no sum left to be made, whatever that says."""
+    sharding = named(aval)
+    return array if sharding is None else move(array, layout(entries_of(sharding.spec), kept=sharding.spec.reduced))
 
 
 def conform(array: Any, aval: Any, apart: Apart) -> Any:

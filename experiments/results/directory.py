@@ -279,8 +279,8 @@ def changed(before: dict[str, Any], about: dict[str, Any]) -> list[str]:
         lines.append("data: what it reads is not what it was: another text, tokenizer or split")
     for key, source in about["sources"].items():
         if None not in (source, known := before["sources"].get(key)) and source != known:
-            held = "the file that the function is in is" if key.endswith(".fn") else "the weights that it names are"
-            lines.append(f"{key}: {held} not what {'it was' if key.endswith('.fn') else 'they were'}")
+            file, weights = "the file that the function is in is not what it was", "the weights are not what they were"
+            lines.append(f"{key}: {file if key.endswith('.fn') else weights}")
     return lines
 
 

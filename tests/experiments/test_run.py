@@ -238,7 +238,7 @@ def test_a_change_of_weights_that_are_read_again_is_said(start, tmp_path, capsys
         file.write_bytes((other / file.name).read_bytes())
     for key, words in runs.items():
         assert start(*words, "steps=6") == 0
-        expected = [f"{key}: the weights that it names are not what they were"] if key else []
+        expected = [f"{key}: the weights are not what they were"] if key else []
         assert [line.partition("changed  ")[2] for line in said()] == expected
 
 

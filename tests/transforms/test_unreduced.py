@@ -120,8 +120,11 @@ def test_arrays_move_from_any_place_to_any_other(uneven):
     x = np.arange(128.0, dtype=np.float32).reshape(8, 16)
     begins = sorted(places, key=str)
 
+    def together(x):
+        return layout.together(x, jax.typeof(x))
+
     def moved(x):
-        return [layout.together(layout.move(layout.move(x, there), then)) for there in begins for then in begins]
+        return [together(layout.move(layout.move(x, there), then)) for there in begins for then in begins]
 
     whole = jax.device_put(x, NamedSharding(uneven, P(None, None)))
     for found in jax.jit(lambda x: [reshard(one, P(None, None)) for one in moved(x)])(whole):

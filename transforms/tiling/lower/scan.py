@@ -120,8 +120,9 @@ def _together(env: Env, value: Value) -> Any:
     XLA may forget of a loop's constants that they are apart.
     """
     node = value.producer
-    whole = node is not None and has(node.name, "respreads") and not layout.unreduced(node.inputs[0].aval)
-    return layout.together(read(env, node.inputs[0] if node is not None and whole else value))
+    if node is not None and has(node.name, "respreads") and not layout.unreduced(node.inputs[0].aval):
+        return layout.together(read(env, node.inputs[0]), value.aval)
+    return layout.together(read(env, value), value.aval)
 
 
 def _over_tiles(body: Any, results: Any, count: int, size: int, rest: int, reverse: bool) -> Any:
