@@ -64,6 +64,23 @@ def test_arguments_may_be_constants_of_the_program(mesh, known):
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6), found, wanted)
 
 
+WAYS = {
+    "both are differentiated": lambda fn, h: lambda w: sum(x.sum() for x in jax.grad(fn, (0, 1))(w, h)),
+    "forwards": lambda fn, h: lambda w: jax.jvp(lambda w: fn(w, h), (w,), (w,))[1],
+    "a program within": lambda fn, h: lambda w: jax.jit(fn)(w, h),
+    "computed again": lambda fn, h: jax.grad(lambda w: jax.checkpoint(fn)(w, h)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_constants_may_come_any_way(mesh, way):
+    rng = np.random.default_rng(0)
+    w, h = (put(mesh, rng.normal(size=shape).astype(np.float32)) for shape in ((8, 3), (8, 16, 2)))
+    loss = lambda w, h: w.mean() * h.mean()
+    found, wanted = (jax.jit(WAYS[way](fn, h))(w) for fn in (tile(loss, (None, 1), 4), loss))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 @WRONG
 def test_what_is_apart_is_scattered_into(mesh):
     def add(a, b, places):

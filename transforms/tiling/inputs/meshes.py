@@ -11,7 +11,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
 from transforms.layout import named
@@ -52,7 +51,6 @@ def call(run: Run, in_sharding: Any, args: Sequence[Any], kwargs: dict[str, Any]
                 f"tile: in_sharding= is for meshes whose axes are Auto, and this one has {_axes(mesh)}: the arguments' "
                 "types say how they are spread. Leave in_sharding out."
             )
-        args, kwargs = _opaque((args, kwargs))
         return _explicit(run, in_sharding, args, kwargs) if kinds else run(args, kwargs)
     if kinds == {AxisType.Auto}:
         raise TileError(
@@ -60,19 +58,8 @@ def call(run: Run, in_sharding: Any, args: Sequence[Any], kwargs: dict[str, Any]
             f"spread, and if it is, every device would compute every tile.\n{ROUTES}"
         )
     if AxisType.Explicit in kinds:
-        args, kwargs = jax.tree.map(_typed, _opaque((args, kwargs)))
+        args, kwargs = jax.tree.map(_typed, (args, kwargs))
     return run(args, kwargs)
-
-
-def _opaque(args: Any) -> Any:
-    """Arguments of which XLA does not know the values, where the call is a part of a program that is being traced.
-
-    Of constants it takes a sum that devices hold parts of for the whole sum, on each.
-    """
-    if not isinstance(jax.lax.full((), 0), Tracer):
-        return args
-    known = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    return jax.tree.map(lambda x: jax.lax.optimization_barrier(x) if known(x) else x, args)
 
 
 def _typed(x: Any) -> Any:

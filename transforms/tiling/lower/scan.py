@@ -105,6 +105,7 @@ def _run_loop(
 
     count, rest = divmod(total, total if loop.light(plan.analysis) else size)
     if count == 1 and not rest:
+        env = _opaque(env, loop) if any(a.apart.axes for a in results.values()) else env
         totals = body(None, 0, total)
     else:
         span = whole._replace(length=size)
@@ -112,6 +113,15 @@ def _run_loop(
         totals = _over_tiles(body, totals, count, size, rest, loop.reverse)
     ended = zip(results.items(), totals, strict=True)
     return {value: result.end(total, options.reduce_dtype) for (value, result), total in ended}
+
+
+def _opaque(env: Env, loop: Loop) -> Env:
+    """Whole values, those that a loop reads such that XLA does not know them, where it is no loop.
+
+    Of constants it takes a sum that devices hold parts of for the whole sum, on each.
+    """
+    reads = {ref.value: None for ref in loop.refs if ref.how != "tile" and layout.named(ref.value.aval) is not None}
+    return env | {value: lax.optimization_barrier(jnp.asarray(read(env, value))) for value in reads}
 
 
 def _together(env: Env, value: Value) -> Any:
