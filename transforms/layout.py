@@ -102,6 +102,16 @@ def _of_rank(aval: Any, shape: tuple[int, ...], partitions: tuple[Any, ...]) -> 
     return aval.update(shape=shape, sharding=NamedSharding(aval.sharding.mesh, spec))
 
 
+def dual(aval: Any) -> Any:
+    """The type of a cotangent: of what devices hold parts of all have it, and the other way round."""
+    sharding = named(aval)
+    if sharding is None or not sharding.spec.unreduced | sharding.spec.reduced:
+        return aval
+    was = sharding.spec
+    spec = PartitionSpec(*was.partitions, unreduced=was.reduced, reduced=was.unreduced)
+    return aval.update(sharding=NamedSharding(sharding.mesh, spec))
+
+
 def like(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     """An abstract array of a type; or a tile of it, of another shape and spread alike."""
     manual = {"sharding": aval.sharding, "manual_axis_type": aval.manual_axis_type} if varying(aval) else {}
@@ -152,6 +162,12 @@ def move(array: Any, target: PartitionSpec) -> Any:
         apart |= {axis}
         array = reshard(array, layout(entries_of(mine.spec), apart, mine.spec.reduced))
     return reshard(array, target)
+
+
+def times(scalar: Any, array: Any) -> Any:
+    """Their product; types say of what multiplies parts of a sum that all devices have it."""
+    apart = unreduced(jax.typeof(array))
+    return (reshard(scalar, PartitionSpec(reduced=apart)) if apart else scalar) * array
 
 
 def together(array: Any, aval: Any) -> Any:

@@ -167,3 +167,81 @@ def test_what_is_added_outside_the_loop_is_counted_once(uneven, w, lowmem):
     )
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+OVER = {
+    "gradients": lambda fn, w, h: jax.vmap(jax.grad(fn, (0, 1)), (0, None))(jnp.stack([w, 2 * w]), h),
+    "gradients of both": lambda fn, w, h: jax.vmap(jax.grad(fn))(jnp.stack([w, w]), jnp.stack([h, jnp.sin(h)])),
+    "products with the Hessian": lambda fn, w, h: jax.vmap(lambda v: jax.jvp(jax.grad(fn), (w, h), (v, h))[1])(
+        jnp.stack([w, jnp.cos(w)])
+    ),
+    "jacobian": lambda fn, w, h: jax.jacrev(lambda w: jnp.stack([fn(w, h), fn(2 * w, h) ** 2]))(w),
+    "within another": lambda fn, w, h: jax.vmap(jax.vmap(jax.grad(fn), (0, None)), (0, None))(
+        jnp.stack([w] * 6).reshape(2, 3, *w.shape), h
+    ),
+}
+
+
+@pytest.mark.parametrize("lowmem", [False, True])
+@pytest.mark.parametrize("how", OVER)
+def test_gradients_are_mapped(mesh, how, lowmem):
+    """JAX's `vmap` maps no sum that is yet to be made over devices, of which loops have some."""
+    rng = np.random.default_rng(0)
+    w, h = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8, 16, 8)))
+    w, h = jax.device_put(w, NamedSharding(mesh, P())), put(mesh, h)
+    loss = lambda w, h: jnp.tanh(h @ w).mean() + (w**2).sum()
+    tiled = tile(loss, (None, 1), 3, lowmem=lowmem)
+    found, wanted = (jax.jit(lambda w, h, fn=fn: OVER[how](fn, w, h))(w, h) for fn in (tiled, loss))
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5), found, wanted)
+
+
+def whole(x):
+    return reshard(x, P(*[None] * x.ndim))
+
+
+def windows(w, h):
+    before = jnp.pad(h, ((0, 0), (2, 0), (0, 0)))
+    return jnp.tanh(sum(before[:, i : i + 16] * (i + 1.0) for i in range(3)) @ w).sum()
+
+
+def products(w, h):
+    return jnp.einsum("bsd,bsv->dv", h, jnp.tanh(h @ w), out_sharding=APART)
+
+
+def losses(w, h):
+    return jax.nn.logsumexp(h @ w, -1).mean()
+
+
+TYPES = {  # the mesh's axes, what is differentiated, and how it is cut
+    "weights that all devices have": (
+        (8,), lambda cut: lambda w, h: jax.grad(cut(losses))(reshard(w, P(None, None, reduced={"d"})), h), (None, 1),
+    ),
+    "a result in parts": ((8,), lambda cut: jax.grad(lambda w, h: (whole(cut(products)(w, h)) ** 2).sum()), (None, 1)),
+    "zeros beside parts": ((4, 2), lambda cut: jax.grad(cut(windows), 1), (1, None)),
+    "an axis that is Auto": ((8, 1), lambda cut: jax.grad(cut(losses)), (None, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lowmem", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_types_say_what_devices_hold(name, lowmem):
+    shape, of, axis = TYPES[name]
+    kinds = (AxisType.Explicit, AxisType.Auto if 1 in shape else AxisType.Explicit)[: len(shape)]
+    rng = np.random.default_rng(0)
+    w, h = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8, 16, 8)))
+    with jax.set_mesh(mesh := jax.make_mesh(shape, ("d", "m")[: len(shape)], axis_types=kinds)):
+        args = jax.device_put(w, NamedSharding(mesh, P())), put(mesh, h)
+        cuts = (lambda fn: tile(fn, axis, 4, lowmem=lowmem)), (lambda fn: fn)
+        found, wanted = (jax.jit(lambda *args, cut=cut: whole(of(cut)(*args)))(*args) for cut in cuts)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_as_long_as_the_axis_and_spread_is_not_the_axis(mesh):
+    """Here by chance: what the function closes over is spread, and what is cut is not."""
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8,)))
+    h = put(mesh, rng.normal(size=(8, 16, 8)).astype(np.float32))
+    loss = lambda w, x: ((h @ w) ** 2).mean() + x.sum()
+    args = [jax.device_put(one, NamedSharding(mesh, P())) for one in (w, x)]
+    found, wanted = (jax.jit(fn)(*args) for fn in (tile(loss, (None, 0), 4), loss))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -511,7 +511,9 @@ class Tracer:
         return Traced(program, [*given.values()], Form(found["tree"], found["static"]))
 
     def _program(self, jaxpr: ClosedJaxpr, places: tuple[Placement, ...], total: int, rows: int) -> Program:
-        options = functools.partial(Options, **self.options, named=vmapped(jaxpr))
+        kinds = {*jax.sharding.get_abstract_mesh().axis_types}  # of several, no sum over devices may be left for later
+        told = self.options | ({"sync": "tile"} if len(kinds) > 1 else {})
+        options = functools.partial(Options, **told, named=vmapped(jaxpr))
         if self._is_one_tile(total):
             return Program(jaxpr, places, options(total=total, size=max(1, total)))
         shares = spread_over(jaxpr, places, options(total=total, size=total))

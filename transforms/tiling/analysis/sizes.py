@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from transforms import layout
 from transforms.tiling.analysis.limits import FEWER, Limits, check_size, human, too_large
 from transforms.tiling.frontend.trace import any_platform
 from transforms.tiling.ir.facts import Analysis, Outlined
@@ -154,7 +155,8 @@ def _cut_of(value: Value, total: int, shares: int, axis: set[Dimension], others:
     rows are as many as they are: `axis` are the dimensions that are known to be it, `others` those of other inputs.
     """
     node = value.producer
-    cuts = [Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares]
+    alike = lambda dim: layout.named(value.aval) is None or layout.shares(value.aval, dim) == shares
+    cuts = [Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares and alike(dim)]
     if len(cuts) > 1:
         cuts = [c for c in cuts if (value, c.dim) in axis] or [c for c in cuts if (value, c.dim) not in others]
     return None if node is None else next((cut for cut in cuts if pulled(node, cut) is not None), None)

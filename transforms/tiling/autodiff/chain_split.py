@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transforms.layout import like, varying
+from transforms.layout import like, times, varying
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.flatten import evaluate, flatten
@@ -69,7 +69,7 @@ class Separation:
             for i in reach:
                 part = next(given)
                 k = active.index(i)
-                gradients[k] = slope.astype(part.dtype) * part + gradients[k].astype(part.dtype)
+                gradients[k] = times(slope.astype(part.dtype), part) + gradients[k].astype(part.dtype)
         return outs, gradients
 
     def wide(self, active: Sequence[int]) -> range:

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from transforms.layout import stacked, typed
+from transforms.layout import dual, stacked, times, typed
 from transforms.tiling.autodiff.custom_rules import has_custom_vjp, shares
 from transforms.tiling.autodiff.program import Program
 from transforms.tiling.ir.dependence import UNNAMED
@@ -196,7 +196,8 @@ def call(program: Program, *args: Any) -> list[Any]:
     @jax.custom_jvp
     def value(*args: Any) -> tuple[Any, ...]:
         again, mapped = lambda *args: call(program, *args), lambda given, name: program.mapped(given, name)
-        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, mapped, *args))
+        together = lambda: program.together.traced(*args)
+        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, mapped, together, *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
@@ -245,7 +246,7 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         (scale,) = cotangents
-        return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(residuals[:count], dtypes, strict=True)]
+        return [times(scale.astype(g.dtype), g).astype(d) for g, d in zip(residuals[:count], dtypes, strict=True)]
 
     with jax.numpy_dtype_promotion("standard"):  # these sums are ours
         aval = program.closed.out_avals[out].update(dtype=jnp.result_type(*found, outs[out]))
@@ -263,7 +264,7 @@ def _general(
         return call(program.tangent(active, outs), *residuals[:count], *tangents)
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        read = [(i, typed(c, a)) for i, c, a in zip(outs, cotangents, avals, strict=True) if c is not None]
+        read = [(i, typed(c, dual(a))) for i, c, a in zip(outs, cotangents, avals, strict=True) if c is not None]
         numbers, spread = zip(*read, strict=True)
         return call(program.cotangent(active, numbers), *residuals, *spread)
 

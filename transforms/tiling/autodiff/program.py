@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.stages import Wrapped
 
-from transforms.layout import like, varying
+from transforms.layout import dual, like, varying
 from transforms.tiling.analysis.limits import Limits, gathered, looked_up
 from transforms.tiling.autodiff.chain_split import separate
 from transforms.tiling.autodiff.custom_rules import differentiated, has_custom_vjp, narrow, replaced, ruled, scales
@@ -216,6 +216,13 @@ class Program:
     def run(self) -> Wrapped:
         """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
         return self._runs[self.unseen and _LOOKED_INTO.get()]
+
+    @functools.cached_property
+    def together(self) -> Program:
+        """The same, of whose sums over devices none is left for later: not cut again, which leaves some."""
+        values = None if self.values is None else self.values.together
+        options = dataclasses.replace(self.options, sync="tile")
+        return dataclasses.replace(self, options=options, values=values, cut=None)
 
     def mapped(self, given: Sequence[bool], name: Any, differing: bool = True) -> list[bool]:
         """Which results differ along a `jax.vmap` of this name whose arguments `given` do; or depend on these."""
@@ -442,7 +449,8 @@ class Program:
             _, vjp, _ = jax.vjp(*self.chosen(args, active, outs, kept, closed), has_aux=True)
             return vjp(list(cotangents))
 
-        extra = [*self.kept(active), *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
+        slopes = [(dual(self.closed.out_avals[i]), self.output_placements[i]) for i in outs]
+        extra = [*self.kept(active), *slopes]
         also = self.forward(active).also
         given = (also, count) if also is not None else None
         # A gradient takes the place of a cotangent that was read, or of the input whose gradient it is.
@@ -510,5 +518,6 @@ def _outer(program: Program, argument: int, dim: int) -> Program:
     others = max((4 * avals[i].size for i, p in enumerate(program.placements) if isinstance(p, Tiled)), default=0)
     size = min(total, max(SMALLEST, max(PIECE, others // 4) // row))
     placements = tuple(Tiled(dim) if i == argument else WHOLE for i in range(len(avals)))
-    options = Options(total, size, program.options.gather, program.options.accumulate, named=program.options.named)
+    told = {name: getattr(program.options, name) for name in ("gather", "accumulate", "named", "sync")}
+    options = Options(total, size, **told)
     return Program(program.closed, placements, options, program.wide)

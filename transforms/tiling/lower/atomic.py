@@ -20,8 +20,9 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from transforms.layout import TOGETHER, full
+from transforms.layout import TOGETHER, full, like, unreduced
 from transforms.tiling.ir.dependence import UNNAMED
+from transforms.tiling.ir.jaxprs import equations
 
 
 class Atomic(Primitive):
@@ -42,15 +43,20 @@ tiled_p.multiple_results = True
 Call = Callable[..., Sequence[Any]]
 Asked = Callable[[], bool]
 Mapped = Callable[[Sequence[bool], Any], list[bool]]  # by whether each argument is, along a `jax.vmap` of this name
+Made = Callable[[], ClosedJaxpr]
 
 
-def call(program: ClosedJaxpr, differentiable: Call, scales: Asked, mapped: Mapped, *args: Any) -> list[Any]:
+def call(
+    program: ClosedJaxpr, differentiable: Call, scales: Asked, mapped: Mapped, together: Made, *args: Any
+) -> list[Any]:
     """Return what a program does, a list of arrays, in one equation that is never split.
 
     `differentiable` returns the same, with derivatives of its own; cotangents enter them linearly if `scales()`. Which
-    results a `jax.vmap` maps, and which it leaves as they are, says `mapped`: derivatives have it alike.
+    results a `jax.vmap` maps, and which it leaves as they are, says `mapped`: derivatives have it alike. It maps what
+    `together` makes, which does the same and leaves no sum over devices for later: those JAX cannot map.
     """
-    return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable, scales=scales, mapped=mapped)
+    how: dict[str, Any] = {"differentiable": differentiable, "scales": scales, "mapped": mapped, "together": together}
+    return tiled_p.bind(*args, call_jaxpr=program, **how)
 
 
 @functools.partial(jax.jit, static_argnames="call_jaxpr")
@@ -74,15 +80,26 @@ def any_of(arrays: Any) -> Any:
 
 
 def _batch(
-    axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call, scales: Asked, mapped: Mapped
+    axis: Any,
+    args: Any,
+    dims: Any,
+    *,
+    call_jaxpr: ClosedJaxpr,
+    differentiable: Call,
+    scales: Asked,
+    mapped: Mapped,
+    together: Made,
 ) -> Any:
+    if any(unreduced(v.aval) for eqn in equations(call_jaxpr.jaxpr) for v in eqn.outvars):
+        call_jaxpr = together()
     outs = tuple(0 if found else None for found in mapped([d is not None for d in dims], axis.name))
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     one = (axis.name, axis.size, axis.spmd_name)
     made = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=one).jaxpr
     # Of two maps of one name it is the inner one's.
     around = lambda given, name: mapped(given, UNNAMED if name == axis.name else name)
-    return call(made, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, around, *args), outs
+    again = jax.vmap(differentiable, tuple(dims), list(outs), **names)
+    return call(made, again, scales, around, lambda: made, *args), outs
 
 
 def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
@@ -110,18 +127,23 @@ def _eliminate(used: list[bool], *last: Any) -> Any:
     read, made = pe.dce_jaxpr_closed_call_rule(used, *last)
     if made is None or (all(used) and all(read)):
         return read, made
-    whole, mapped, avals = eqn.params["differentiable"], eqn.params["mapped"], eqn.params["call_jaxpr"].in_avals
+    whole, mapped, together = (eqn.params[name] for name in ("differentiable", "mapped", "together"))
+    avals = eqn.params["call_jaxpr"].in_avals
     needed = lambda results: [one for one, own in zip(results, used, strict=True) if own]
 
-    def rest(*args: Any) -> list[Any]:
+    def rest(*args: Any, whole: Call = whole) -> list[Any]:
         given = iter(args)
         return needed(whole(*(next(given) if own else _zeros(aval) for own, aval in zip(read, avals, strict=True))))
+
+    def part() -> ClosedJaxpr:
+        some = functools.partial(rest, whole=jaxpr_as_fun(together()))
+        return jax.make_jaxpr(some)(*(like(aval) for own, aval in zip(read, avals, strict=True) if own))
 
     def left(given: Sequence[bool], name: Any) -> list[bool]:
         known = iter(given)
         return needed(mapped([own and next(known) for own in read], name))
 
-    return read, made.replace(params={**made.params, "differentiable": rest, "mapped": left})
+    return read, made.replace(params={**made.params, "differentiable": rest, "mapped": left, "together": part})
 
 
 def _zeros(aval: Any) -> Any:

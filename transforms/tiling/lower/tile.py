@@ -125,7 +125,7 @@ class Tile:
         if ref.how == "once":
             if want == Partial("sum") and is_zero(value):
                 with value.producer.context.manager if value.producer else nullcontext():
-                    return jnp.zeros(value.shape, value.dtype)
+                    return layout.full(value.aval, 0, value.dtype, layout.TOGETHER)
             whole = jnp.asarray(read(self.env, value))
             op = want.op if isinstance(want, Partial) else "sum"
             return jnp.where(self.span.start == 0, whole, jnp.full_like(whole, neutral(op, whole.dtype)))
