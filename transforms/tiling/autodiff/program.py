@@ -518,6 +518,6 @@ def _outer(program: Program, argument: int, dim: int) -> Program:
     others = max((4 * avals[i].size for i, p in enumerate(program.placements) if isinstance(p, Tiled)), default=0)
     size = min(total, max(SMALLEST, max(PIECE, others // 4) // row))
     placements = tuple(Tiled(dim) if i == argument else WHOLE for i in range(len(avals)))
-    told = {name: getattr(program.options, name) for name in ("gather", "accumulate", "named", "sync")}
-    options = Options(total, size, **told)
+    told = program.options
+    options = Options(total, size, told.gather, told.accumulate, named=told.named, sync=told.sync)
     return Program(program.closed, placements, options, program.wide)
