@@ -140,12 +140,20 @@ class Decoder(eqx.Module):
             return (x, aux.pool, aux.handed), aux.routed
 
         def turn(stacks, one, carry, scanned):
-            taken, routed, (parts, own) = collections.Counter(), [], scanned
-            of = lambda tree, at: tree if len(stacks) == 1 else jax.tree.map(lambda leaf: leaf[at], tree)
-            for number, stack in enumerate(stacks):
-                carry, of_layer = one(carry, (of(parts[stack], taken[stack]), of(own, number)))
-                taken[stack] += 1
-                routed += [] if of_layer is None else [of_layer]
+            parts, own = scanned
+            if len(stacks) == 1:
+                return one(carry, (parts[stacks[0]], own))
+            taken, routed, number = collections.Counter(), [], 0
+            for stack, count in _neighbours(stacks):
+                given = _part(parts[stack], taken[stack], count), _part(own, number, count)
+                if count == 1:
+                    carry, of_layers = one(carry, given)
+                else:  # of layers one by one the gradients would be summed, each as large as those of all
+                    carry, of_layers = jax.lax.scan(one, carry, given)
+                    of_layers = None if of_layers is None else of_layers.sum(0)
+                taken[stack] += count
+                number += count
+                routed += [] if of_layers is None else [of_layers]
             return carry, sum(routed[1:], routed[0]) if routed else None
 
         routed, first = [], 0
@@ -216,10 +224,21 @@ class Decoder(eqx.Module):
         return self.logits(self.hidden(tokens, dtype=dtype))
 
 
+def _part(tree: Any, first: int, count: int) -> Any:
+    """Return so many layers of stacked arrays; of one layer, its own arrays."""
+    return jax.tree.map(lambda leaf: leaf[first] if count == 1 else leaf[first : first + count], tree)
+
+
+def _neighbours(stacks: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Return the runs of layers in one stack, and how many each has."""
+    return [(stack, len(list(run))) for stack, run in itertools.groupby(stacks)]
+
+
 def _turns(stacks: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
     """Return the stacks of all layers in order as turns of some of them, each so many times: as few turns as possible.
 
-    Each takes the most layers that follow one pattern, of patterns that do the shortest.
+    Each takes the most layers that follow one pattern, of patterns that do the shortest: of those that end otherwise
+    than they begin, so that neighbours in one stack are all that a turn has of it, if they can be.
     """
     turns, start = [], 0
     while start < len(stacks):
@@ -228,7 +247,8 @@ def _turns(stacks: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
             whole = range(size, len(rest) - size + 1, size)
             same = itertools.takewhile(lambda at, size=size, rest=rest: rest[at : at + size] == rest[:size], whole)
             times = 1 + len(list(same))
-            if times > 1 and size * times > len(found[0]) * found[1]:
+            ends_alike = size > 1 and rest[0] == rest[size - 1]
+            if times > 1 and size * times > len(found[0]) * found[1] and not ends_alike:
                 found = rest[:size], times
         turns.append(found)
         start += len(found[0]) * found[1]
