@@ -139,28 +139,11 @@ class Decoder(eqx.Module):
             x, aux = block(x, config, told(own, pool, handed))
             return (x, aux.pool, aux.handed), aux.routed
 
-        def turn(stacks, one, carry, scanned):
-            parts, own = scanned
-            if len(stacks) == 1:
-                return one(carry, (parts[stacks[0]], own))
-            taken, routed, number = collections.Counter(), [], 0
-            for stack, count in _neighbours(stacks):
-                given = _part(parts[stack], taken[stack], count), _part(own, number, count)
-                if count == 1:
-                    carry, of_layers = one(carry, given)
-                else:  # of layers one by one the gradients would be summed, each as large as those of all
-                    carry, of_layers = jax.lax.scan(one, carry, given)
-                    of_layers = None if of_layers is None else of_layers.sum(0)
-                taken[stack] += count
-                number += count
-                routed += [] if of_layers is None else [of_layers]
-            return carry, sum(routed[1:], routed[0]) if routed else None
-
         routed, first = [], 0
         for stacks, run in self.runs(per_layer, single=asked.unroll and len(set(config.layer_stacks)) > 1):
             alone = len(stacks) == 1
             one, kept = (layer, asked.remat) if alone else apart_in_turns(asked.remat, layer, len(stacks))
-            step = functools.partial(turn, stacks, one)
+            step = functools.partial(_turn, stacks, one)
             (x, pool, handed), of_layers = scan_layers(step, (x, pool, handed), run, kept, first, unroll=asked.unroll)
             first += jax.tree.leaves(run)[0].shape[0] * len(stacks)
             routed += [] if of_layers is None else [of_layers.sum(0)]
@@ -222,6 +205,25 @@ class Decoder(eqx.Module):
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""
         return self.logits(self.hidden(tokens, dtype=dtype))
+
+
+def _turn(stacks, one, carry, scanned):
+    """Run the layers of one turn; return what goes on, and how they routed tokens, if they did."""
+    parts, own = scanned
+    if len(stacks) == 1:
+        return one(carry, (parts[stacks[0]], own))
+    taken, routed, number = collections.Counter(), [], 0
+    for stack, count in _neighbours(stacks):
+        given = _part(parts[stack], taken[stack], count), _part(own, number, count)
+        if count == 1:
+            carry, of_layers = one(carry, given)
+        else:  # of layers one by one the gradients would be summed, each as large as those of all
+            carry, of_layers = jax.lax.scan(one, carry, given)
+            of_layers = None if of_layers is None else of_layers.sum(0)
+        taken[stack] += count
+        number += count
+        routed += [] if of_layers is None else [of_layers]
+    return carry, sum(routed[1:], routed[0]) if routed else None
 
 
 def _part(tree: Any, first: int, count: int) -> Any:
