@@ -30,6 +30,16 @@ def test_takes_the_fewest_tiles_that_fit(budget):
         assert more.gradient is not None and more.gradient.temp > budget
 
 
+def test_no_fewer_tiles_fit_where_some_do_not_divide():
+    """What is left over of the axis is a loop of its own: ten tiles may take more than eight."""
+    attention = lambda q, k, v: jax.nn.softmax(q @ k.T / 8, -1) @ v
+    tiled = lambda n, **how: tile(attention, (0, None, None), n, **how).plan(*[SHAPES[0]] * 3)
+    budget = 9.9 * MiB
+    taken = {n: tiled(n).gradient.temp for n in range(1, 11)}
+    found = tiled("auto", budget=int(budget)).tiles
+    assert found == min(n for n in taken if taken[n] <= budget) and max(taken[n] for n in range(found, 11)) > budget
+
+
 def test_what_fits_is_not_tiled():
     assert planned("1GiB").tiles == 1
 

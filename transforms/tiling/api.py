@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer as JaxTracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import AxisType
 from jaxtyping import DTypeLike
 
 from transforms.layout import shares
@@ -511,8 +512,9 @@ class Tracer:
         return Traced(program, [*given.values()], Form(found["tree"], found["static"]))
 
     def _program(self, jaxpr: ClosedJaxpr, places: tuple[Placement, ...], total: int, rows: int) -> Program:
-        kinds = {*jax.sharding.get_abstract_mesh().axis_types}  # of several, no sum over devices may be left for later
-        told = self.options | ({"sync": "tile"} if len(kinds) > 1 else {})
+        kinds = {*jax.sharding.get_abstract_mesh().axis_types}
+        mixed = AxisType.Explicit in kinds and len(kinds) > 1  # there JAX has no type for sums that are left for later
+        told = self.options | ({"sync": "tile"} if mixed else {})
         options = functools.partial(Options, **told, named=vmapped(jaxpr))
         if self._is_one_tile(total):
             return Program(jaxpr, places, options(total=total, size=max(1, total)))

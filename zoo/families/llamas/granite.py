@@ -14,6 +14,7 @@ from zoo.families.mixture import BALANCE, MixtureLike
 from zoo.parameters import ATTENTION, LAYER, MLP, MLP_BIASES, MLP_NORM, Row, stacked
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_NUMBERS = eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class GraniteConfig(GraniteLike):
         "granite": Dialect(
             architecture="GraniteForCausalLM",
             sizes=sizes(2048),
-            numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS},
+            numbers=_NUMBERS,
             flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
             choices=ACTIVATION,
             written={"pad_token_id": None},
@@ -109,7 +110,6 @@ _CHOICE = {
     "num_local_experts": ("num_experts", 8),
     "num_experts_per_tok": ("experts_per_token", 2),
 }
-_NUMBERS = eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS}
 _MIXTURE: dict[str, Any] = {
     "numbers": _NUMBERS | BALANCE,
     "flags": TIED | BIAS,

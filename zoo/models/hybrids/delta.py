@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from transforms.sharding import explicit, partitions, place, uncut
+from transforms.sharding import partitions, place, uncut
 from zoo.families.llamas.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.hybrids.shared import Layer, by_chunks, convolved, convolved_one, decays
+from zoo.models.hybrids.shared import Layer, by_chunks, convolved, convolved_one, decays, of_whole_texts
 from zoo.models.layers import accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
@@ -123,11 +123,7 @@ class Delta(Layer):
         """Return what the rule finds in whole texts, and no pool."""
         mixed = jax.nn.silu(convolved(channels, self.conv[:, 0].astype(channels.dtype), told.positions))
         q, k, v = _heads(mixed, config)
-        begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, rate.shape[:2])
-        rule = delta_rule
-        if explicit():  # where gradients of triangular systems are not traced
-            rule = jax.sharding.auto_axes(delta_rule, out_sharding=PartitionSpec(*partitions(v)))
-        return rule(q, k, v, log_decay, rate, begins), None
+        return of_whole_texts(delta_rule, (q, k, v, log_decay, rate), told, v), None
 
     def _further(self, channels, log_decay, rate, config, told):
         """Return what the rule finds in texts that were read before, and the pool."""

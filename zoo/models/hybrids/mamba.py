@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from transforms.sharding import explicit, partitions, place, uncut
+from transforms.sharding import partitions, place, uncut
 from zoo.families.llamas.granite import Granite4Config, Granite4MoeConfig
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.hybrids.shared import Attention, Layer, by_chunks, convolved, convolved_one, decays
+from zoo.models.hybrids.shared import Attention, Layer, by_chunks, convolved, convolved_one, decays, of_whole_texts
 from zoo.models.layers import ACTIVATIONS, accumulator, linear
 from zoo.quantised import AbstractMatrix
 
@@ -73,11 +73,8 @@ class Mamba(Layer):
         bias = None if self.conv_bias is None else self.conv_bias.astype(channels.dtype)
         mixed = convolved(channels, self.conv[:, 0].astype(channels.dtype), told.positions, bias)
         x, b, c = _parts(mixed, step.dtype, config)
-        begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, step.shape[:2])
-        space = state_space
-        if explicit():
-            space = jax.sharding.auto_axes(state_space, out_sharding=PartitionSpec(*partitions(x)))
-        return space(x * step[..., None], b, c, log_decay, begins) + self.skip.astype(step.dtype)[:, None] * x, None
+        found = of_whole_texts(state_space, (x * step[..., None], b, c, log_decay), told, x)
+        return found + self.skip.astype(step.dtype)[:, None] * x, None
 
     def _further(self, channels, step, log_decay, config, told):
         """Return what is seen in texts that were read before, and the pool."""

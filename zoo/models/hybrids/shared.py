@@ -16,8 +16,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
+from transforms.sharding import explicit, partitions
 from zoo.families.llamas.llama import LlamaLike
 from zoo.models import llama, mixture
 from zoo.models.forward import Aux, LayerPass
@@ -157,6 +159,21 @@ def decays(log_decay: Float[Array, "B T M"], begins: Bool[Array, "B T"]) -> Deca
     pairs = jnp.exp(jnp.where((later | jnp.eye(length, dtype=bool)) & one, since, -jnp.inf))
     first = jnp.where((text == 0)[:, None], jnp.exp(jnp.cumsum(log_decay, -1)), 0)
     return Decays(pairs, first, pairs[:, :, -1])
+
+
+def of_whole_texts(rule: Callable[..., Array], parts: tuple[Array, ...], told: LayerPass, values: Array) -> Array:
+    """Return what a recurrence finds in whole texts, which lies as `values` do.
+
+    Args:
+        rule: of its parts, and where texts begin `[B, S]`; None is one text.
+        parts: of every token `[B, S, ...]`.
+        told: how the layer runs.
+        values: `[B, S, M, ...]`, spread as what is found.
+    """
+    begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, values.shape[:2])
+    if explicit():  # where not all gradients of such rules have types
+        rule = jax.sharding.auto_axes(rule, out_sharding=PartitionSpec(*partitions(values)))
+    return rule(*parts, begins)
 
 
 def by_chunks(
