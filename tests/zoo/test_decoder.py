@@ -87,6 +87,24 @@ def _in_fp8(part):
     return dataclasses.replace(part, values=values, format=Format.fp8)
 
 
+@pytest.mark.parametrize("pattern", ["MMA", "MMAMA", "MAMMM", "MAAM"])
+def test_layers_in_turns_are_the_layers_one_by_one(pattern):
+    """Neighbours in one stack that are all that a turn has of it, and that are a part; turns that end as they begin."""
+    sizes = SIZES | {"num_layers": 2 * len(pattern), "embed_dim": 16, "mlp_dim": 16, "head_dim": 4}
+    states = dict(mamba_heads=4, mamba_head_dim=4, mamba_state_dim=4)
+    experts = dict(num_experts=4, experts_per_token=2, shared_mlp_dim=16)
+    config = zoo.Granite4MoeConfig(**sizes, **states, **experts, layer_pattern=pattern)
+    model = zoo.model_class(config).init(config, key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 64)
+
+    def made(unroll):
+        found = model.forward(tokens, zoo.ForwardPass(unroll=unroll))
+        return found.hidden, found.balance
+
+    for got, want in zip(*(quick.jit(made, static_argnums=0)(unroll) for unroll in (False, True)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_an_engine_whose_model_was_donated_says_so():
     engine = Engine(model := zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0)), Settings(length=64))
     jax.jit(lambda model: jax.tree.map(jnp.square, model), donate_argnums=0)(model)
