@@ -59,6 +59,7 @@ class Tiling:
     sync: str = option(
         "once", "on a mesh, weights and their gradients travel once a step, or with every tile: less memory"
     )
+    gather: str = option("small", "what an operation of the loss may need whole: small arrays, any, or none")
 
     def __post_init__(self):
         named = self.n in ("auto", "none")
@@ -66,6 +67,8 @@ class Tiling:
             raise refuse("tiling.n", self.n, "give a whole number of tiles (1 or more), none or auto")
         if self.sync not in ("once", "tile"):
             raise refuse("tiling.sync", self.sync, "give once or tile")
+        if self.gather not in ("small", "any", "none"):
+            raise refuse("tiling.gather", self.gather, "give small, any or none")
         if self.size is not None and self.n != "auto":
             raise refuse("tiling.size", self.size, f"tiling.n={self.n} cuts the head already; give one of the two")
         if self.budget is not None and (self.n != "auto" or self.size is not None):

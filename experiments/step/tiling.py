@@ -34,7 +34,12 @@ def head(loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTili
 
     def cut(models, hiddens, targets, mask):
         read = tuple(map(_read_by_head, models))
-        return _cut(loss, tiling, targets.ndim - 1, size=how.size)(read, hiddens, targets, mask)
+        try:
+            return _cut(loss, tiling, targets.ndim - 1, size=how.size)(read, hiddens, targets, mask)
+        except TileError as error:
+            other = "" if tiling.gather == "any" else "tiling.gather=any, or "
+            remedy = f"  In a run: {other}tiling.n=none, which leaves the head and its loss uncut."
+            raise TileError(f"{error}\n{remedy}") from None
 
     return cut
 
@@ -69,7 +74,8 @@ def head_bytes(
 def _cut(loss: Callable[..., Any], tiling: configs.Tiling, axis: int, **how: Any) -> Any:
     """Return an objective cut along the last axis of its targets: tokens, or the sequences of a batch or of pairs."""
     axes = None, axis, axis, axis
-    return tile(loss, axis=axes, has_aux=True, lowmem=tiling.lowmem, sync=tiling.sync, **how)
+    how |= {"lowmem": tiling.lowmem, "sync": tiling.sync, "gather": tiling.gather}
+    return tile(loss, axis=axes, has_aux=True, **how)
 
 
 def _read_by_head(model: Any) -> Any:

@@ -367,6 +367,24 @@ def test_what_ones_own_code_raises_is_said_with_its_line(tmp_path, said, start, 
     assert re.search(RAISE[said], error), error
 
 
+SORTED = """
+import jax.numpy as jnp
+
+def by_rank(logits, mask):
+    return (jnp.sort(logits, axis=1).max(-1) * mask).sum() / mask.sum()
+"""
+
+
+def test_a_loss_that_reads_all_tokens_names_the_option_that_lets_it(tmp_path, start, capsys):
+    (tmp_path / "own.py").write_text(SORTED)
+    words = f"objective={tmp_path}/own.py:by_rank", "tiling.n=2"
+    assert start(*words) == 1
+    error = capsys.readouterr().err
+    assert "cannot tile `sort`" in error and "In a run: tiling.gather=any, or tiling.n=none" in error
+    assert start(*words, "tiling.gather=any") == 0
+    assert start(*words, "tiling.n=none") == 0
+
+
 README = Path(__file__).parents[2] / "experiments" / "README.md"
 ON_MESH = [*(word for word in MICRO if "vocab" not in word), "model.vocab_size=320", "model.num_heads=4"]
 
