@@ -92,6 +92,7 @@ def register() -> None:
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
+    vars(store)["__deepcopy__"] = lambda memo: store  # Hydra copies it, all schemas with it, to compose anything
     store.store(group="schema", name="run", node=schema_of(configs.Run), package="_global_")
     for name, cls in CLASSES.items():
         store.store(group="schema", name=name, node=schema_of(cls), package="_global_")
