@@ -76,7 +76,8 @@ def test_the_plan_is_as_printed():
 
 @pytest.mark.parametrize(("name", "parameters"), MODELS)
 def test_models_have_the_parameters_of_the_table(name, parameters):
-    config, _ = schema.compose([f"model={name}"])
+    config, choices = schema.compose([f"model={name}"])
+    assert choices["model"] == name
     assert count_params(config.model.config) == int(parameters.replace(",", ""))
 
 
