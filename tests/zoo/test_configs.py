@@ -258,7 +258,7 @@ def test_dense_layers_come_first_or_are_refused():
             "rope_scaling.rope_type=yarn is not supported",
         ),
         ("hunyuan_7b", {"use_qk_norm": False}, "`use_qk_norm`=False is not supported, only True"),
-        ("granite4_h_tiny", {"layer_types": ["mamba"] * 40}, "must give a layer of attention"),
+        ("granite4_h_tiny", {"layer_types": ["mamba"] * 40}, "gives num_layers=40 no layer of attention"),
         ("granite4_h_tiny", {"layer_types": ["mamba"] * 39 + ["conv"]}, "only 40 of mamba and attention and linear_"),
         ("granite4_h_tiny", {"mamba_d_head": 32}, "`mamba_n_heads`=48 times `mamba_d_head`=32 is not `mamba_expand`=2"),
         ("granite4_h_tiny", {"mamba_n_groups": 5}, "mamba_heads=48 must be a multiple of mamba_groups=5"),

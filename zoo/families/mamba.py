@@ -4,10 +4,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.config import not_positive, pattern_of, pattern_problems
+from zoo.config import not_positive, pattern_of
+from zoo.families.hybrid import ATTEND, HybridLike
 from zoo.parameters import LAYER, Row
 
-STATES, ATTEND = "MA"
+STATES = "M"
 _TYPES = {STATES: "mamba", ATTEND: "attention"}
 _ALIASES = {"linear_attention": "mamba", "full_attention": "attention"}  # what transformers 5 calls them
 _SPACE = LAYER + "mamba."
@@ -31,7 +32,7 @@ KEYS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaLike:
+class MambaLike(HybridLike):
     """What they share, whatever they grew out of: inherited beside that family's config.
 
     Attributes:
@@ -40,42 +41,25 @@ class MambaLike:
         mamba_head_dim: channels of each.
         mamba_state_dim: of each channel, how many numbers its state has.
         mamba_groups: into how many groups heads are divided, which share directions; they divide the heads.
-        conv_taps: tokens that the convolution before a state space sees, this one included.
         conv_bias: whether a bias follows the convolution.
     """
+
+    letter, kind, stack, optional = STATES, "state space", "mamba", True
 
     layer_pattern: str = ATTEND
     mamba_heads: int = 128
     mamba_head_dim: int = 64
     mamba_state_dim: int = 128
     mamba_groups: int = 1
-    conv_taps: int = 4
     conv_bias: bool = True
 
     def pattern_problems(self) -> list[str]:
         """Say what is wrong with the layers, and with the sizes of state spaces."""
-        kinds = {STATES: "state space", ATTEND: "attention"}
-        if wrong := pattern_problems("layer_pattern", self.layer_pattern, kinds):
-            return wrong
-        layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
-        problems = not_positive(self, ("mamba_heads", "mamba_head_dim", "mamba_state_dim", "mamba_groups", "conv_taps"))
-        if len(self.recurrent_layers) == layers:
-            problems.append(f"layer_pattern={self.layer_pattern!r} must give a layer of attention")
+        sizes = ("mamba_heads", "mamba_head_dim", "mamba_state_dim", "mamba_groups", "conv_taps")
+        problems = super().pattern_problems() + not_positive(self, sizes)
         if self.mamba_groups > 0 and self.mamba_heads % self.mamba_groups:
             problems.append(f"mamba_heads={self.mamba_heads} must be a multiple of mamba_groups={self.mamba_groups}")
         return problems
-
-    @property
-    def layer_stacks(self) -> tuple[str, ...]:
-        """Which of the model's stacks of blocks each layer is in."""
-        layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
-        letters = (self.layer_pattern * layers)[:layers]
-        return tuple("mamba" if letter == STATES else "layers" for letter in letters)
-
-    @property
-    def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that hand on a state from token to token: those of state spaces."""
-        return tuple(i for i, stack in enumerate(self.layer_stacks) if stack == "mamba")
 
     @property
     def recurrent_state(self) -> dict[str, tuple[int, ...]]:

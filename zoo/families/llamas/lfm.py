@@ -4,13 +4,14 @@ place of attention; the others are Qwen 3's under other names. Some are mixtures
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from zoo.config import not_positive, pattern_of, pattern_problems
+from zoo.config import not_positive, pattern_of
 from zoo.dialect import Dialect, sizes
+from zoo.families.hybrid import ATTEND, HybridLike
 from zoo.families.llamas.llama import LlamaLike
 from zoo.families.mixture import EXPERTS, DenseFirst, dense_row
 from zoo.parameters import ATTENTION, HEAD, LAYER, MLP, MLP_NORM, QK_NORMS, Row, stacked
 
-CONV, ATTEND = "CA"
+CONV = "C"
 USUAL = "CCA"
 _TYPES = {CONV: "conv", ATTEND: "full_attention"}
 _NAMES = {  # theirs for what Llama has too
@@ -82,13 +83,14 @@ _SHARED: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvLike(LlamaLike):
+class ConvLike(HybridLike, LlamaLike):
     """What LFM 2 and its mixtures share.
 
     Attributes:
         layer_pattern: layers of convolutions (C) and of attention (A), repeated over the depth.
-        conv_taps: tokens that a convolution sees, this one included.
     """
+
+    letter, kind, stack = CONV, "convolution", "conv"
 
     tied: bool = True
     rope_theta: float = 1_000_000.0
@@ -97,24 +99,7 @@ class ConvLike(LlamaLike):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        own = not_positive(self, ("conv_taps",))
-        kinds = {CONV: "convolution", ATTEND: "attention"}
-        if wrong := pattern_problems("layer_pattern", self.layer_pattern, kinds):
-            own += wrong
-        elif not 0 < len(self.recurrent_layers) < self.num_layers:
-            own.append(f"layer_pattern={self.layer_pattern!r} must give num_layers={self.num_layers} layers of both")
-        return super().problems() + own
-
-    @property
-    def layer_stacks(self) -> tuple[str, ...]:
-        """Which of the model's stacks of blocks each layer is in."""
-        return tuple("conv" if i in self.recurrent_layers else "layers" for i in range(self.num_layers))
-
-    @property
-    def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that hand on a state from token to token: those of convolutions."""
-        letters = (self.layer_pattern * self.num_layers)[: self.num_layers]
-        return tuple(i for i, letter in enumerate(letters) if letter == CONV)
+        return super().problems() + not_positive(self, ("conv_taps",)) + self.pattern_problems()
 
     @property
     def recurrent_state(self) -> dict[str, tuple[int, ...]]:

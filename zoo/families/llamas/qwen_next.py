@@ -4,13 +4,14 @@ rule in place of attention (https://arxiv.org/abs/2412.06464), and the others a 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from zoo.config import not_positive, pattern_of, pattern_problems, rotary_problems
+from zoo.config import not_positive, pattern_of, rotary_problems
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
+from zoo.families.hybrid import ATTEND, HybridLike
 from zoo.families.llamas.llama import LlamaLike
 from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, MLP, MLP_NORM, QK_NORMS, Row, stacked
 
-DELTA, ATTEND = "DA"
+DELTA = "D"
 USUAL = "DDDA"
 _TYPES = {DELTA: "linear_attention", ATTEND: "full_attention"}
 _RULE = LAYER + "linear_attn."
@@ -66,7 +67,7 @@ _READ: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaLike(LlamaLike):
+class DeltaLike(HybridLike, LlamaLike):
     """What Qwen 3 Next and what was made after it share.
 
     Attributes:
@@ -77,9 +78,9 @@ class DeltaLike(LlamaLike):
         delta_value_heads: of its values, a multiple.
         delta_key_dim: width of the former,
         delta_value_dim: and of the latter.
-        conv_taps: tokens that the convolution before the delta rule sees, this one included.
     """
 
+    letter, kind, stack = DELTA, "the delta rule", "delta"
     projections: ClassVar[tuple[Row, ...]] = _BY_PART
     mlp: ClassVar[tuple[Row, ...]] = MLP
 
@@ -91,7 +92,6 @@ class DeltaLike(LlamaLike):
     delta_value_heads: int = 32
     delta_key_dim: int = 128
     delta_value_dim: int = 128
-    conv_taps: int = 4
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
@@ -102,27 +102,12 @@ class DeltaLike(LlamaLike):
                 f"delta_value_heads={self.delta_value_heads} must be a multiple of "
                 f"delta_key_heads={self.delta_key_heads}"
             )
-        if wrong := pattern_problems("layer_pattern", self.layer_pattern, {DELTA: "delta rule", ATTEND: "attention"}):
-            own += wrong
-        elif len(set(self.layer_stacks)) < 2:
-            own.append(f"layer_pattern={self.layer_pattern!r} must give num_layers={self.num_layers} layers of both")
-        return super().problems() + own
+        return super().problems() + own + self.pattern_problems()
 
     @property
     def beside(self) -> tuple[str, ...]:
         """The beginning of the names of a model that guesses several tokens at once."""
         return ("mtp.",)
-
-    @property
-    def layer_stacks(self) -> tuple[str, ...]:
-        """Which of the model's stacks of blocks each layer is in."""
-        letters = (self.layer_pattern * self.num_layers)[: self.num_layers]
-        return tuple("delta" if letter == DELTA else "layers" for letter in letters)
-
-    @property
-    def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that hand on a state from token to token: those of the delta rule."""
-        return tuple(i for i, stack in enumerate(self.layer_stacks) if stack == "delta")
 
     @property
     def recurrent_state(self) -> dict[str, tuple[int, ...]]:
