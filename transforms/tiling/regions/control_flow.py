@@ -13,6 +13,7 @@ from transforms.tiling.frontend.flatten import body_graph, flatten, solver
 from transforms.tiling.frontend.trace import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
 from transforms.tiling.ir.graph import Graph, Node
+from transforms.tiling.ir.jaxprs import body_key
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
 from transforms.tiling.ir.walks import ancestors, closure, operands
@@ -185,7 +186,7 @@ def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[
 def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A function, or a solve, with its own derivative rule, in a graph yet to be differentiated: placed, never run."""
     closed, taken = solver(node.params, placements) if node.name == SOLVE else (None, placements)
-    graph = body_graph(node, CUSTOM_CALLS[node.name]) if closed is None else flatten(closed)
+    graph = body_graph(node, body_key(node.params)) if closed is None else flatten(closed)
     found = analyse(graph, taken, None)
     if isinstance(found, Obstacle):
         return found
