@@ -11,7 +11,7 @@ from jax import lax
 
 from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity, neutral
 from transforms.tiling.rules import Move, linear, partial, register
 from transforms.tiling.rules.affine_index import find_position
 from transforms.tiling.rules.factors import Factors, push_factor
@@ -29,14 +29,13 @@ def picks_few(node: Node) -> bool:
     return few and not jax.dtypes.issubdtype(out.dtype, jax.dtypes.extended)
 
 
-def one_of_each(node: Node) -> Partial:
-    """Every element of the result comes from one tile, the others have nothing (`absent`) in its place."""
-    return Partial("or" if node.outputs[0].dtype == bool else "sum")
-
-
-def absent(array: Any) -> Any:
-    """What other tiles have in the place of elements: minus zero, which added to anything leaves its sign as it is."""
-    return -jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.zeros_like(array)
+def push_part(
+    node: Node, placements: tuple[Placement, ...], why: str = "takes a part of the cut axis"
+) -> Move | Obstacle:
+    """A small part of the cut axis: each tile has some of it, and what is nothing in a sum in place of the rest."""
+    if not picks_few(node):
+        return Complete([0], why)
+    return Move((Partial("or" if node.outputs[0].dtype == bool else "sum"),), placements)
 
 
 def widened(indices: Any) -> Any:
@@ -104,17 +103,9 @@ def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacl
         return by_factors(node, placements)
     if operand.dim not in numbers.start_index_map or node.params["slice_sizes"][operand.dim] != 1:
         return Complete([0], "takes a part of the cut axis")
-    return push_lookup(node, placements)
-
-
-def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """Whole places along the cut axis: each tile looks up those that fall into it."""
-    operand, indices = placements
     if isinstance(indices, Tiled):
         return Complete([1], "looks up places that are cut themselves")
-    if not picks_few(node):
-        return Complete([0], ARBITRARY)
-    return Move((one_of_each(node),), (operand, indices))
+    return push_part(node, placements, ARBITRARY)
 
 
 def pull_gather(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
@@ -144,7 +135,7 @@ def look_up(node: Node, operand: Any, indices: Any, cut: Tiled, span: Span) -> A
     (found,) = node.bind([operand, with_column(widened(indices), column, local)])
     keep = here | (outside & (jnp.asarray(span.start) == 0))
     outer = batch_dims(len(found.shape), numbers.offset_dims)
-    return jnp.where(lax.broadcast_in_dim(keep, found.shape, outer), found, absent(found))
+    return jnp.where(lax.broadcast_in_dim(keep, found.shape, outer), found, neutral("sum", found.dtype))
 
 
 def localise_column(indices: Any, column: int, cut: Tiled, span: Span) -> Any:
