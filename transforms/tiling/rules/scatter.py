@@ -74,15 +74,13 @@ def position_column(node: Node, move: Move) -> int | None:
 
 
 def emit_scatter(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    operand, indices, updates = values
-    if move.outs[0] == Partial("sum"):
+    (operand, indices, updates), (cut,) = values, move.outs
+    if cut == Partial("sum"):
         return [add_at(node, operand.astype(span.wide(operand.dtype)), indices, updates)]
-    if isinstance(move.outs[0], Tiled) and move.ins[1:] == (WHOLE, WHOLE):
-        return [write(node, operand, indices, updates, move.outs[0], span)]
-    column = position_column(node, move)
-    if column is not None:
-        assert isinstance(move.outs[0], Tiled)
-        indices = localise_column(indices, column, move.outs[0], span)
+    if isinstance(cut, Tiled) and move.ins[1:] == (WHOLE, WHOLE):
+        return [write(node, operand, indices, updates, cut, span)]
+    if isinstance(cut, Tiled) and (column := position_column(node, move)) is not None:
+        indices = localise_column(indices, column, cut, span)
     if (rows := one_hot_rows(node)) is not None:
         dim, order = rows
         places = widened(indices[..., node.params["dimension_numbers"].scatter_dims_to_operand_dims.index(dim)])
