@@ -73,11 +73,10 @@ from __future__ import annotations
 
 TABLE = """
 dynamic_update_slice                                    | choosing exact in_place
-layout_constraint relayout xla_metadata_value           | alias
+layout_constraint pvary relayout xla_metadata_value     | alias
 agreed                                                  | agreed
 cumulative                                              | running
 optimization_barrier                                    | exact apart
-pvary                                                   | alias
 copy                                                    | alias moving rescales typed rearranges level
 name                                                    | alias moving typed names
 named                                                   | alias moving typed

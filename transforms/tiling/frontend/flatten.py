@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.layout import like
@@ -72,21 +71,16 @@ def flatten(program: ClosedJaxpr, *, custom: bool = True, remat: bool = False, t
     return canonical(graph.prune()).prune()
 
 
-def plain(param: Any) -> Any:
-    """A parameter with Python's numbers where JAX, under `vmap`, leaves NumPy's."""
-    if not isinstance(param, (dict, tuple, np.integer, np.bool_)):
-        return param
-    if isinstance(param, (np.integer, np.bool_)):
-        return param.item()
-    if isinstance(param, dict):
-        return {k: plain(v) for k, v in param.items()}
-    items = map(plain, param)
-    return type(param)(*items) if hasattr(param, "_fields") else tuple(items)
+def plain(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with Python's numbers where JAX, under `vmap`, leaves NumPy's."""
+    number = lambda x: x.item() if isinstance(x, (np.integer, np.bool_)) else x
+    inner = lambda x: jax.tree.map(number, x, is_leaf=lambda x: not isinstance(x, (dict, tuple)))
+    return {key: inner(param) for key, param in params.items()}
 
 
 def as_array(const: Any, aval: Any) -> Any:
     """A literal as an array of its own dtype: JAX writes some as Python numbers."""
-    return const if isinstance(const, (jax.Array, Tracer)) else np.asarray(const, aval.dtype)
+    return const if isinstance(const, jax.Array) else np.asarray(const, aval.dtype)
 
 
 def body_graph(node: Node, key: str, number: int | None = None) -> Graph:
@@ -108,9 +102,8 @@ def solver(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr
 def applied(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr, Sequence[Any]]:
     """What a `tile` within makes of tangents, which is traced where somebody looks into it."""
     count, forward = params["count"], params["forward"]
-    return jax.make_jaxpr(lambda *args: forward(args[:count], args[count:]))(
-        *(like(v.aval) for v in operands)
-    ), operands
+    made = lambda *args: forward(args[:count], args[count:])
+    return jax.make_jaxpr(made)(*(like(v.aval) for v in operands)), operands
 
 
 # What is opened as the program that it stands for, if that returns one; rules add to it.

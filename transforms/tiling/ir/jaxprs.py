@@ -74,8 +74,7 @@ def rebuilt(program: Any, eqns: Sequence[Any]) -> Any:
 
 def trimmed(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program without what nobody reads, in bodies too."""
-    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
-    return ClosedJaxpr(jaxpr, closed.consts)
+    return ClosedJaxpr(reaching(closed.jaxpr, range(len(closed.out_avals))), closed.consts)
 
 
 def reaching(jaxpr: Jaxpr, outs: Sequence[int]) -> Jaxpr:
