@@ -175,10 +175,10 @@ def scan_layers(
     """
     if any(map(in_host, jax.tree.leaves(stacked))):
         body = fetching(body)
-    if unroll and remat is None:
-        return jax.lax.scan(body, carry, stacked, unroll=True)
-    if remat is None or not isinstance(remat, Cycle | Nested):
-        return jax.lax.scan(body if remat is None else remat(body), carry, stacked)
+    if remat is None:
+        return jax.lax.scan(body, carry, stacked, unroll=unroll)
+    if not isinstance(remat, Cycle | Nested):
+        return jax.lax.scan(remat(body), carry, stacked)
     count = jax.tree.leaves(stacked)[0].shape[0]
     if isinstance(remat, Nested):
         every = min(count, remat.every or math.isqrt(count - 1) + 1)

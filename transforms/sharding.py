@@ -122,14 +122,12 @@ def spec_of(
 
 def uneven(dims: Mapping[str, int], sizes: Mapping[str, int], axes: Axes = AXES) -> list[str]:
     """Say which dimensions of parameters stay whole because axes of these sizes do not divide them."""
-    lost = []
-    for letter, size in dims.items():
-        lost += [
-            f"{letter}={size} stays whole: {axis}={sizes[axis]} does not divide it"
-            for axis in axes.get(letter, ())
-            if size % sizes.get(axis, 1)
-        ]
-    return lost
+    return [
+        f"{letter}={size} stays whole: {axis}={sizes[axis]} does not divide it"
+        for letter, size in dims.items()
+        for axis in axes.get(letter, ())
+        if size % sizes.get(axis, 1)
+    ]
 
 
 def explicit() -> bool:
