@@ -13,7 +13,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, neutral
 from transforms.tiling.rules import Move, by_cut, register, tiled
 from transforms.tiling.rules.factors import Factors, register_factors
-from transforms.tiling.rules.gather import clamped, push_part
+from transforms.tiling.rules.indexing import clamped, push_part
 from transforms.tiling.rules.reshape import resized
 
 
