@@ -29,17 +29,8 @@ AXES: Axes = {
     "T": ("data", "expert", "context"),
     "S": ("context",),
     "E": ("expert",),
-    "V": ("model",),
-    "F": ("model",),
-    "f": ("model",),
-    "P": ("model",),
-    "U": ("model",),
-    "N": ("model",),
-    "K": ("model",),
-    "k": ("model",),
-    "c": ("model",),
-    "D": ("data",),
-    "Y": ("data",),
+    **dict.fromkeys("VFfPUNKkc", ("model",)),
+    **dict.fromkeys("DY", ("data",)),
 }
 NAMES = ("data", "expert", "context", "model")  # the model axis speaks most, so its devices are neighbours
 _TOKENS, _STACKED = set("BST"), set("LE")
