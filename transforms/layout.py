@@ -123,8 +123,7 @@ def like(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruc
 def layout(entries: Sequence[Sequence[str]], apart: frozenset[str] = frozenset(), kept: Any = ()) -> PartitionSpec:
     """The spec with these axes for each dimension, except those that the value is apart over."""
     left = [tuple(a for a in entry if a not in apart) for entry in entries]
-    parts = [None if not e else e[0] if len(e) == 1 else e for e in left]
-    return PartitionSpec(*parts, unreduced=apart, reduced=frozenset(kept) - apart)
+    return PartitionSpec(*left, unreduced=apart, reduced=frozenset(kept) - apart)
 
 
 def spec(aval: Any, apart: Apart = TOGETHER) -> PartitionSpec:

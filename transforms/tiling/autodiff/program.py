@@ -23,7 +23,7 @@ from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.autodiff.steps import computed_again
 from transforms.tiling.frontend.flatten import evaluate, flatten
-from transforms.tiling.ir.dependence import depend
+from transforms.tiling.ir.dependence import Dependence
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained, rules_explained
@@ -227,7 +227,7 @@ class Program:
     def mapped(self, given: Sequence[bool], name: Any, differing: bool = True) -> list[bool]:
         """Which results differ along a `jax.vmap` of this name whose arguments `given` do; or depend on these."""
         first = [] if self.values is None else self.values.mapped(given, name, differing)
-        own = [*depend(self.closed, given, name, differing), *[True] * (self.count - len(self.closed.out_avals))]
+        own = [*Dependence(name, differing).of(self.closed, given), *[True] * (self.count - len(self.closed.out_avals))]
         return [*first, *own[len(first) :]]
 
     def traced(self, *args: Any) -> ClosedJaxpr:

@@ -58,7 +58,7 @@ def inline(graph: Graph, node: Node) -> None:
 def inlined(node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of such a body, of the node's own operands, and its results."""
     number = any_platform(node)
-    closed = body(node.params, "jaxpr") if number is None else node.params["branches"][number]
+    closed = body(node.params) if number is None else node.params["branches"][number]
     inner = flatten(closed, together=node.together)
     outs = called(inner, node.inputs[number is not None :])
     for other in inner.nodes:

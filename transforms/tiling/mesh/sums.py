@@ -28,16 +28,10 @@ def contracted(node: Any) -> tuple[frozenset[str], frozenset[str]]:
         return found, found
     if not has(node.name, "contracts"):
         return frozenset(), frozenset()
-    stated, found = _factors(node), []
+    stated, found = RULES[node.name].factors(node), []
     for names, value in zip(stated.ins, node.inputs, strict=True):
         found.append(frozenset(a for d, n in enumerate(names) if n in stated.reduced for a in axes(value.aval, d)))
     return found[0], found[-1]
-
-
-def _factors(node: Any) -> Any:
-    stated = RULES[node.name].factors
-    assert stated is not None
-    return stated(node)
 
 
 def origin(value: Any, dim: int) -> tuple[str, ...]:
@@ -171,7 +165,7 @@ def demand(node: Any, operand: int, apart: Apart) -> PartitionSpec:
     One that is whole where it contracts stays so: how the other meets it is the compiler's choice, as untiled. Where
     the result is `apart`, a contracted dimension is spread that either spreads, over axes that the result leaves.
     """
-    stated = _factors(node)
+    stated = RULES[node.name].factors(node)
     own, others, (made,) = stated.ins[operand], stated.ins[1 - operand], stated.outs
     me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
     given = {name: tuple(a for a in axes(out, dim) if a not in apart.axes) for dim, name in enumerate(made)}

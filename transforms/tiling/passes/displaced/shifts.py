@@ -20,7 +20,7 @@ from transforms.tiling.ir.placement import identity
 from transforms.tiling.ir.walks import closure, constant, operands
 from transforms.tiling.passes.across import cropped, padded, pads
 from transforms.tiling.passes.displaced.rows import Made, lengths, made_alike, moved, rows_apart, slices, spread
-from transforms.tiling.rules.gather import clamped, widened
+from transforms.tiling.rules.indexing import clamped, widened
 from transforms.tiling.rules.window import CHOICES, WINDOWS, slide, sliding
 
 MOST = 100  # equations between parts and a join of what is made of them
