@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from transforms.layout import like, times, varying
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
+from transforms.tiling.autodiff.custom_rules import replaced
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Value
 from transforms.tiling.ir.obstacles import Obstacle
@@ -38,7 +39,7 @@ class Separation:
         inputs = self.graph.inputs
 
         def known(chosen: Sequence[Any]) -> dict[Value, Any]:
-            return dict(zip(inputs, args, strict=True)) | {inputs[i]: x for i, x in zip(active, chosen, strict=True)}
+            return dict(zip(inputs, replaced(args, active, chosen), strict=True))
 
         def primal(*chosen: Any) -> Any:
             wanted = [*self.inner, *self.others, *self.graph.outputs]
