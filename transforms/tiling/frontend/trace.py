@@ -25,6 +25,13 @@ def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple
     return made.nodes, called(made, inputs)
 
 
+def append(nodes: list[Node], fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> list[Value]:
+    """Append the equations of a function of some values, which stand for `node` in messages; return its results."""
+    made, outs = traced(fn, inputs, node)
+    nodes += made
+    return outs
+
+
 def called(made: Graph, inputs: Sequence[Value]) -> list[Value]:
     """The results of a graph whose nodes, from now on, read `inputs`."""
     made.substitute(dict(zip(made.inputs, inputs, strict=True)))
