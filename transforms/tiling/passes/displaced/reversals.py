@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import append
 from transforms.tiling.ir.graph import Graph, Node, Value, elements
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES
@@ -179,9 +179,7 @@ def _rewrite(graph: Graph, moved: Moved) -> None:
             return turn(*parts[0])
         elif node.name == "iota":
             (d,) = dims
-            written, (result,) = traced(lambda at: [value.shape[d] - 1 - at], [value], last)
-            nodes.extend(written)
-            return result
+            return append(nodes, lambda at: [value.shape[d] - 1 - at], [value], last)[0]
         else:
             new = _reversed(node, [turn(v, own) for v, own in parts], dims)
         nodes.append(new)

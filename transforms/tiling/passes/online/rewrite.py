@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from transforms.tiling.analysis.rounding import decides
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import append, traced
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value, add
 from transforms.tiling.ir.loops import Online
@@ -205,9 +205,7 @@ class _Writer:
             found = [t.weight * sign * array for array, t in zip(laid, terms, strict=True)]
             return jnp.broadcast_to(sum(found), value.shape).astype(value.dtype)
 
-        nodes, (result,) = traced(total, [self.anchor(t.value, t.weight) for t in terms], node)
-        self.nodes += nodes
-        return result
+        return append(self.nodes, total, [self.anchor(t.value, t.weight) for t in terms], node)[0]
 
     def add(self, node: Node, inputs: Sequence[Value]) -> Value:
         """A node like another one, of other operands."""
@@ -308,7 +306,8 @@ class Weights:
         assert node is not None
         early = self._early(value)
         if not (early.masked if self.counting else early.weighted):
-            return self._trace(lambda x: jnp.where(x == x, jnp.ones_like(x), 1), [self.copy(value)], node)
+            ones = lambda x: jnp.where(x == x, jnp.ones_like(x), 1)
+            return append(self.nodes, ones, [self.copy(value)], node)[0]
         linear = [not self._early(v).plain for v in node.inputs]
         if self.counting and node.name in ("mul", "div", "neg"):  # by a number, or by what is known late
             return self(node.inputs[linear.index(True)])
@@ -319,7 +318,7 @@ class Weights:
             if mine:
                 inputs.append(self(v))
             elif other:  # it has none of the terms
-                inputs.append(self._trace(lambda x: jnp.zeros_like(x), [v], node))
+                inputs += append(self.nodes, jnp.zeros_like, [v], node)
             else:
                 inputs.append(self.copy(v))
         unsigned = {"primitive": lax.add_p} if self.counting and node.name == "sub" else {}
@@ -329,11 +328,6 @@ class Weights:
 
     def _early(self, value: Value) -> Early:
         return self.finder.sums.get(value) or self.finder.operand(value)
-
-    def _trace(self, fn: Callable[..., Any], inputs: list[Value], node: Node) -> Value:
-        nodes, (result,) = traced(fn, inputs, node)
-        self.nodes += nodes
-        return result
 
 
 def shifted(early: Early, total: Any, weight: Any, *values: Any) -> Any:
