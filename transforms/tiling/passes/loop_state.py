@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.layout import TOGETHER, full, stacked
 from transforms.tiling.ir.graph import Graph, Node, State, Value, add
-from transforms.tiling.ir.obstacles import Complete
-from transforms.tiling.ir.placement import Placement, Span
-from transforms.tiling.rules import Move, of_nothing, register
+from transforms.tiling.ir.placement import Span
+from transforms.tiling.rules import Move, of_nothing, push_completed, register
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 begun_p = Primitive("begun")  # the same, of all tiles
@@ -58,6 +59,11 @@ def hand_on(
     return made
 
 
+def scalar(number: Any, dtype: Any) -> Value:
+    """One number as a value."""
+    return Value(ShapedArray((), dtype), const=np.asarray(number).astype(dtype))
+
+
 def resize(graph: Graph, total: int, size: int) -> None:
     """Have states for tiles of another length."""
     for begun in (s.checkpoints for n in graph.nodes if (s := n.state) is not None):
@@ -92,13 +98,9 @@ def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, A
     return lax.select(first, init, before[state.yielded])
 
 
-def push_carried(node: Node, placements: tuple[Placement, ...]) -> Complete:
-    return Complete([0], "begins a loop along the cut axis with it")
-
-
 def emit_begun(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return [jnp.expand_dims(values[0], 0)]
 
 
-register("carried", push=push_carried, resume=resume_state)
+register("carried", push=push_completed, reason="begins a loop along the cut axis with it", resume=resume_state)
 register("begun", push=of_nothing, emit=emit_begun)
