@@ -12,7 +12,7 @@ from transforms.tiling.ir.graph import Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Inline, Obstacle, Promote, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
 from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
@@ -64,10 +64,7 @@ def check_whole(
 
 def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | None:
     """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds."""
-    span = limits.options.span
-    made = [(v, p) for step in loop.steps for v, p in step.keys] + [(r.value, r.want) for r in loop.refs]
-    # What a step adds straight to its accumulator is no array of the tile.
-    tile = max((nbytes(v.aval, span.local_shape(v.shape, p)) for v, p in made if isinstance(p, Tiled)), default=0)
+    tile = tile_bytes(loop, limits.options.span)
     for update in loop.updates:
         value, placement = update.value, analysis.fact(update.value).placement
         node = value.producer
@@ -77,6 +74,12 @@ def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | Non
         array = f"sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}"
         return Refusal(too_large(limits, str(node), why, array, FEWER))
     return None
+
+
+def tile_bytes(loop: Loop, span: Span) -> int:
+    """The bytes of the largest cut array that a tile holds: what a step adds straight to its accumulator is none."""
+    made = [key for step in loop.steps for key in step.keys] + [(r.value, r.want) for r in loop.refs]
+    return max((nbytes(v.aval, span.local_shape(v.shape, p)) for v, p in made if isinstance(p, Tiled)), default=0)
 
 
 def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
