@@ -194,7 +194,7 @@ def _group(found: Analysis, node: Node, move: Move) -> Obstacle | None:
     limits, together = found.limits, math.lcm(found.grain, grain(move))
     if limits is not None and together > found.grain:
         size = limits.options.size
-        if -(-size // together) * together > (limits.longest or 2 * size):
+        if -(-size // together) * together > limits.longest:
             if node.name in REMAT:
                 return Inline(node)
             why = f"keeps {grain(move)} rows together, and tiles have {size}"

@@ -22,28 +22,22 @@ from transforms.tiling.autodiff.custom_rules import follows_rules
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.frontend.trace import called
 from transforms.tiling.ir.graph import Graph
-from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.ir.walks import closure, depends, operands, scan_counts
 from transforms.tiling.passes.sink import sink
 from transforms.tiling.primitives import SCAN
 from transforms.tiling.rules.running import recurrent
 
 
-def computed_again(closed: ClosedJaxpr, placements: Sequence[Placement], largest: int) -> ClosedJaxpr | None:
+def computed_again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJaxpr | None:
     """The same program, of whose scans derivatives keep the state of each step and no more; None if it has no scan.
 
     Nor a product along an axis, whose derivatives are recurrences in it (`rules.running`).
 
     Args:
-        closed: the program.
-        placements: of its inputs.
+        closed: the program; scans within its scans are the same again.
+        given: which of its inputs are cut.
         largest: bytes of a cut value that a scan may read as it is.
     """
-    return _again(closed, [isinstance(p, Tiled) for p in placements], largest)
-
-
-def _again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJaxpr | None:
-    """The same, of inputs of which those `given` are cut; scans within its scans are the same again."""
     graph = flatten(closed, custom=False, remat=True)
     scans = [node for node in graph.nodes if node.name == SCAN]
     if not _with_recurrences(graph) and not scans:
@@ -56,7 +50,7 @@ def _again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJa
         needed = closure([node.inputs[i] for i in made], lambda v: operands(v) if v in large else ())
         sources = [v for v in needed if v not in large and v.const is None]
         inner = node.params["jaxpr"]
-        body = jaxpr_as_fun(_again(inner, [v in cut for v in node.inputs], largest) or inner)
+        body = jaxpr_as_fun(computed_again(inner, [v in cut for v in node.inputs], largest) or inner)
         sink(graph, node, made, sources, lambda inner, body=body: body(*inner), REMAT)
     effects = [node for node in graph.nodes if node.effects]
     run = lambda *args: evaluate(dict(zip(graph.inputs, args, strict=True)), graph.outputs, effects)
