@@ -401,8 +401,8 @@ def _varies(value: Value) -> bool:
     return _inexact(value) and constant(value) is None
 
 
-def _inexact(value: Value) -> bool:
-    return jax.dtypes.issubdtype(value.dtype, np.inexact)
+def _inexact(value: Any) -> bool:
+    return jax.dtypes.issubdtype(value.aval.dtype, np.inexact)
 
 
 def _narrow(value: Value) -> bool:
@@ -483,7 +483,5 @@ def _zero(value: Value) -> bool:
 
 
 def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:
-    inexact = [jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in ins]
-    if has(name, "casts"):
-        return any(inexact) and not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in outs)
-    return name in DISCONTINUOUS and any(inexact)
+    jumps = not any(map(_inexact, outs)) if has(name, "casts") else name in DISCONTINUOUS
+    return jumps and any(map(_inexact, ins))

@@ -282,13 +282,9 @@ class Finder:
 
     def run(self, node: Node) -> None:
         """Find the loop that has a running form of a whole value: one that depends on extrema alone."""
-        stages = []
-        for value in node.inputs:
-            ready = self.runs(value)
-            stages.append(self.known(value) if ready is None else ready)
-        for value in node.outputs:
-            if max(stages, default=0) < self.found.fact(value).stage:
-                self.ready[value] = max(stages, default=0)
+        both = ((self.runs(v), self.known(v)) for v in node.inputs)
+        stage = max((known if ready is None else ready for ready, known in both), default=0)
+        self.ready.update((v, stage) for v in node.outputs if stage < self.found.fact(v).stage)
 
     def runs(self, value: Value) -> int | None:
         """The loop that has a running form of a value, if one has before the value itself is known."""
