@@ -43,7 +43,7 @@ def _scales(eqn: Any) -> bool:
         (out,) = eqn.outputs if isinstance(eqn, Node) else eqn.outvars
         known = jnp.finfo(out.aval.dtype)
         return eqn.params["mantissa_bits"] >= known.nmant and eqn.params["exponent_bits"] >= known.nexp
-    return "scales" not in eqn.params or eqn.params["scales"]()
+    return "how" not in eqn.params or eqn.params["how"].scales()
 
 
 def follows_rules(node: Node) -> bool:
