@@ -174,8 +174,8 @@ class Planner:
         """The first loop that can run a node."""
         if node.outputs:
             return max(self.analysis.fact(v).stage for v in node.outputs)
-        whole = self.analysis.inputs | self.analysis.resident
-        waits = [v not in whole and (node, i) in self.analysis.completed for i, v in enumerate(node.inputs)]
+        there, completed = self.analysis.is_there, self.analysis.completed
+        waits = [not there(v) and (node, i) in completed for i, v in enumerate(node.inputs)]
         return max(self.analysis.fact(v).stage + late for v, late in zip(node.inputs, waits, strict=True))
 
     def effect(self, node: Node) -> Ref:
@@ -194,7 +194,7 @@ class Planner:
             if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
                 continue
             self.requested[value] = d
-            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.resident:
+            if self.analysis.is_whole(value) or value in self.analysis.resident:
                 stack.extend(self.analysis.needs(node))
             elif self.sinks(value):
                 self.late.add(value)
@@ -353,7 +353,7 @@ class Planner:
         """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
         node = ref.value.producer
         assert node is not None
-        whole = ref.value.aval is not None and isinstance(self.analysis.fact(ref.value).placement, Whole)
+        whole = ref.value.aval is not None and self.analysis.is_whole(ref.value)
         if not whole or isinstance(ref.want, Whole):
             return node, self.analysis.moves[node]
         assert isinstance(ref.want, Tiled)

@@ -231,7 +231,7 @@ def _unready(plan: Schedule, value: Value, ready: set[Value]) -> Iterator[str]:
             yield "which is neither an input nor a constant"
         elif node not in plan.analysis.moves:
             yield f"which needs {node}, of which nothing is known"
-        elif isinstance(plan.analysis.fact(value).placement, Whole) or value in {*plan.analysis.resident, *plan.late}:
+        elif plan.analysis.is_whole(value) or value in {*plan.analysis.resident, *plan.late}:
             stack += plan.analysis.needs(node)
         else:
             yield f"which needs {value} of {node} whole, and no loop before leaves it"

@@ -12,7 +12,7 @@ from transforms.tiling.ir.graph import Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Inline, Obstacle, Promote, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled
 from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
@@ -34,18 +34,18 @@ def check_whole(
     found: dict[Value, tuple[Node, str]] = {}
     reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
     for node, ref in reads:
-        if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
+        if ref.how == "slice" and ref.value.producer and analysis.is_whole(ref.value):
             found.setdefault(ref.value, (node, "reads, tile by tile, a value that is made whole"))
     sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
     sources |= {n.inputs[i] for n, i in analysis.completed if _is_input(analysis, n, n.inputs[i])}
     grown = depends(analysis.graph, sources) if sources else set()
     for value in requested:
-        if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
+        if value in grown and value.producer and analysis.is_whole(value):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
             outlined = isinstance(analysis.moves[value.producer], Outlined)
             if not outlined and (refusal := _check_inside(analysis, value.producer, limits)) is not None:
                 return refusal
-    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
+    whole = {v for v in (*found, *requested) if analysis.is_whole(v)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
     free = needed | _finished(analysis, online)
     made = lambda v: v not in free and all(f.producer or f.const is not None for f in _forms([v]))
@@ -126,8 +126,7 @@ def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
 
 def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
     """Whether a cut value that a node reads whole was whole all along."""
-    cut = isinstance(analysis.fact(value).placement, Tiled)
-    return cut and value in (analysis.inputs | analysis.resident) and not isinstance(analysis.moves[node], Outlined)
+    return analysis.is_cut(value) and analysis.is_there(value) and not isinstance(analysis.moves[node], Outlined)
 
 
 def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | None:

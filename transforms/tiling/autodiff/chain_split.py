@@ -20,7 +20,7 @@ from transforms.tiling.autodiff.custom_rules import replaced
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Value
 from transforms.tiling.ir.obstacles import Obstacle
-from transforms.tiling.ir.placement import Partial, Whole
+from transforms.tiling.ir.placement import Partial
 from transforms.tiling.ir.walks import ancestors, closure, depends, mixes, operands
 
 
@@ -85,11 +85,10 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
     if any(node.effects and node.outputs for node in graph.nodes):
         return None  # the outer function would run it again
     found = analyse(graph, placements, limits)
-    if isinstance(found, Obstacle) or not isinstance(found.fact(graph.outputs[out]).placement, Whole):
+    if isinstance(found, Obstacle) or not found.is_whole(graph.outputs[out]):
         return None
-    whole = lambda value: isinstance(found.fact(value).placement, Whole)
-    outer = closure([graph.outputs[out]], lambda value: operands(value) if whole(value) else ())
-    frontier = [v for v in outer if not whole(v) and v not in found.inputs]
+    outer = closure([graph.outputs[out]], lambda value: operands(value) if found.is_whole(value) else ())
+    frontier = [v for v in outer if not found.is_whole(v) and v not in found.inputs]
     reached = {i: depends(graph, {graph.inputs[i]}, differentiably=True) for i in active}
     reach = {v: tuple(i for i in active if v in reached[i]) for v in frontier}
     inner = tuple(v for v in frontier if reach[v])
