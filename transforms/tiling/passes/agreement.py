@@ -40,7 +40,7 @@ def store(graph: Graph, value: Value) -> None:
     node = value.producer
     assert node is not None
     (kept,) = add(nodes := [], node, stored_p, [value], [value.aval])
-    graph.replace(node, [node], {value: kept})
+    graph.substitute({value: kept})
     graph.insert(nodes, after=node)
 
 
@@ -101,7 +101,7 @@ def _read(met: Disagreement, known: dict[Value, Value], nodes: list[Node]) -> No
     found, graph = met.analysis, met.analysis.graph
     seen, now = ancestors(met.node.inputs), dict(known)
     for node in graph.nodes[: graph.nodes.index(met.node)]:
-        cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
+        cut = [v for v in node.outputs if v in seen and found.is_cut(v)]
         if cut and not now.keys().isdisjoint(node.inputs):
             made = node.like([now.get(v, v) for v in node.inputs], [v.aval for v in node.outputs])
             nodes.append(made)
@@ -117,7 +117,7 @@ def _has_place(found: Analysis, node: Node, value: Value) -> bool:
     if node.name == "reduce_sum":
         return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
     if node.name == "gather" and node.inputs[0] is value:
-        return named(value.aval) is None and not isinstance(found.fact(node.inputs[1]).placement, Tiled)
+        return named(value.aval) is None and not found.is_cut(node.inputs[1])
     if node.name not in EXTREMA or not jnp.issubdtype(value.dtype, jnp.floating):
         return False
     kind, (operand, *indices) = grouped(node)
@@ -169,17 +169,15 @@ def _step(node: Node) -> Through | None:
     if filled.count(True) != 1:
         return None
     case = filled.index(False)
-    choose = partial(_select, case)
+
+    def choose(which: Any, array: Any, other: Any) -> Any:
+        return jnp.where(which if case else ~which, array, other)
+
     return Through(
         lambda value, which, rest: choose(which, value, rest),
         lambda new, old, which, rest: choose(which, new, old),
         (node.inputs[0], node.inputs[2 - case]),
     )
-
-
-def _select(case: int, which: Any, array: Any, other: Any) -> Any:
-    """Case number `case` of a choice, where `which` says so."""
-    return jnp.where(which if case else ~which, array, other)
 
 
 def _mask_of(masked: Value, value: Value) -> Value | None:

@@ -83,17 +83,16 @@ class _Writer:
         (out, source), shape = (node.outputs[0], node.inputs[0]), node.inputs[0].shape
         part, beside = cropped(node, dim), padded(node, dim)
         if part is not None:
-            pieces, where = [source], [(-part[0], shape[dim])]
+            joined = [source]
         elif beside is not None:
-            lengths = (beside[0], shape[dim], beside[1])
-            around = [self.filled(node, (*shape[:dim], n, *shape[dim + 1 :])) for n in beside]
-            pieces = [p for p, n in zip((around[0], source, around[1]), lengths, strict=True) if n]
-            where = [(start, n) for start, n in places(lengths) if n]
+            before, after = (self.filled(node, (*shape[:dim], n, *shape[dim + 1 :])) for n in beside)
+            joined = [before, source, after]
         elif node.name == "concatenate" and node.params["dimension"] == dim:
-            pieces = [v for v in node.inputs if v.shape[dim]]
-            where = places([v.shape[dim] for v in pieces])
+            joined = node.inputs
         else:
             return False
+        pieces = [v for v in joined if v.shape[dim]]
+        where = places([v.shape[dim] for v in pieces]) if part is None else [(-part[0], shape[dim])]
         if not 0 < len(pieces) <= MOST or not out.shape[dim]:
             return False
         self.spans = [Piece(start, length, out.shape[dim]) for start, length in where]

@@ -94,10 +94,8 @@ def _divide(found: Analysis, node: Node, inner: Node) -> bool:
     """Sum over the cut axis first, over what else `node` sums over then."""
     (cut,) = inner.params["axes"]
     rest = tuple(d - (d > cut) for d in node.params["axes"] if d != cut)
-    nodes = [inner]
-    params = node.params | {"axes": rest}
-    (total,) = add(nodes, node, node.primitive, inner.outputs, [node.outputs[0].aval], **params)
-    found.graph.replace(node, nodes, {node.outputs[0]: total})
+    found.graph.insert([inner], before=node)
+    node.change(inputs=inner.outputs, params=node.params | {"axes": rest})
     return True
 
 
