@@ -20,8 +20,8 @@ from transforms.layout import like
 from transforms.tiling.analysis.rounding import compares_inside
 from transforms.tiling.autodiff.custom_rules import follows_rules
 from transforms.tiling.frontend.flatten import evaluate, flatten
-from transforms.tiling.frontend.trace import called
-from transforms.tiling.ir.graph import Graph
+from transforms.tiling.frontend.trace import Made, called, rewrite_all
+from transforms.tiling.ir.graph import Graph, Node
 from transforms.tiling.ir.walks import closure, depends, operands, scan_counts
 from transforms.tiling.passes.sink import sink
 from transforms.tiling.primitives import SCAN
@@ -59,13 +59,14 @@ def computed_again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> 
 
 def _with_recurrences(graph: Graph) -> bool:
     """Let products and cumulative products have derivatives that run along the axis. Returns whether there are any."""
-    changed = False
-    for node in list(graph.nodes):
-        if (run := recurrent(node)) is not None:
-            made = flatten(jax.make_jaxpr(run)(like(node.inputs[0].aval)), custom=False)
-            graph.replace(node, made.nodes, dict(zip(node.outputs, called(made, node.inputs), strict=True)))
-            changed = True
-    return changed
+
+    def recurrence(node: Node) -> Made:
+        if (run := recurrent(node)) is None:
+            return None
+        made = flatten(jax.make_jaxpr(run)(like(node.inputs[0].aval)), custom=False)
+        return made.nodes, called(made, node.inputs)
+
+    return rewrite_all(graph, recurrence)
 
 
 REMAT: Any = functools.partial(jax.checkpoint, prevent_cse=False)  # a loop keeps steps apart by itself

@@ -82,7 +82,8 @@ def agree(met: Disagreement, span: Span) -> bool:
     copies = [other.outputs[0] for other in copying]
     (known,) = add(nodes, node, agreed_p, [value, known, *copies], [value.aval])
     _read(met, {value: known}, nodes)
-    graph.replace(node, nodes, counted, keep=True)
+    graph.insert(nodes, before=node)
+    graph.substitute(counted)
     graph.sort().prune()
     return True
 

@@ -43,7 +43,7 @@ def carry(graph: Graph, node: Node, span: Span) -> None:
         "top_k": write_choice,
     }
     outs = write.get(node.name, _write_cumulative)(nodes, node, span)
-    graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.replace(node, nodes, outs)
 
 
 def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from transforms.tiling.analysis.limits import Limits
+from transforms.tiling.frontend.trace import Made, rewrite_all
 from transforms.tiling.ir.graph import Graph, Node, Value
 
 
@@ -17,17 +18,18 @@ def join(graph: Graph, limits: Limits) -> bool:
 
     A device's share has to be small enough to be whole, as it then is.
     """
-    changed = False
-    for node in graph.nodes[:]:
+
+    def gathered(node: Node) -> Made:
         before = node.inputs[0].producer if node.name == "reshape" else None
         if before is None or not _apart(before, node.outputs[0]):
-            continue
-        if before.inputs[0].nbytes <= max(limits.largest, limits.together):
-            params = before.params | {"tiled": True}
-            node.change(primitive=before.primitive, params=params, inputs=before.inputs, source=before.source)
-            changed = True
-    graph.prune()
-    return changed
+            return None
+        if before.inputs[0].nbytes > max(limits.largest, limits.together):
+            return None
+        how = {"primitive": before.primitive, "params": before.params | {"tiled": True}, "source": before.source}
+        made = node.like(before.inputs, [node.outputs[0].aval], **how)
+        return [made], made.outputs
+
+    return rewrite_all(graph, gathered)
 
 
 def _apart(node: Node, joined: Value) -> bool:

@@ -53,8 +53,7 @@ def divide(graph: Graph, node: Node, dim: int, known: set[Node]) -> bool:
         return False
     known.add(node)
     if node.name == "split":
-        nodes, outs = slices(node)
-        graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
+        graph.replace(node, *slices(node))
         return True
     writer = _Writer(graph, known)
     if not writer.begin(node, dim):

@@ -13,12 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import Made, traced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.rules import RULES
 from transforms.tiling.rules.factors import elementwise
-
-Made = tuple[list[Node], list[Value]] | None  # what an equation is rewritten to
 
 
 def moved(array: Any, dim: int, before: int, after: int, fill: Any = None) -> Any:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.frontend.flatten import evaluate
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import Made, rewrite_all, traced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import identity
 from transforms.tiling.ir.walks import closure, constant, operands
 from transforms.tiling.passes.across import cropped, padded, pads
-from transforms.tiling.passes.displaced.rows import Made, lengths, made_alike, moved, rows_apart, slices, spread
+from transforms.tiling.passes.displaced.rows import lengths, made_alike, moved, rows_apart, slices, spread
 from transforms.tiling.rules.gather import clamped, widened
 from transforms.tiling.rules.window import CHOICES, WINDOWS, slide, sliding
 
@@ -43,17 +43,11 @@ def align(graph: Graph, total: int) -> bool:
 
 def rewrite(graph: Graph, ways: Sequence[tuple[Any, int]]) -> bool:
     """Rewrite equations in the first of some ways that there is, each of arrays of some length."""
-    changed = False
-    for node in list(graph.nodes):
-        for dim in _moves(node):
-            made = next((m for way, t in ways if (m := way(node, dim, t)) is not None), None)
-            if made is not None:
-                nodes, outs = made
-                graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
-                changed = True
-                break
-    graph.prune()
-    return changed
+
+    def first(node: Node) -> Made:
+        return next((m for dim in _moves(node) for way, t in ways if (m := way(node, dim, t)) is not None), None)
+
+    return rewrite_all(graph, first)
 
 
 def _moves(node: Node) -> Sequence[int]:

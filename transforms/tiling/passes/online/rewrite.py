@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from transforms.tiling.analysis.rounding import decides
-from transforms.tiling.frontend.trace import append, traced
+from transforms.tiling.frontend.trace import append
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value, add
 from transforms.tiling.ir.loops import Online
@@ -149,8 +149,8 @@ class _Writer:
             return _finish(early, total, unmasked == 0 if early.masked else None, *rest).astype(value.dtype)
 
         known = [self.settled(v, node) for v in sums]
-        nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
-        self.found.graph.replace(node, [*self.nodes, *nodes], {value: result})
+        result = append(self.nodes, finish, [*known, *(t.value for t in terms)], node)
+        self.found.graph.replace(node, self.nodes, result)
         self.found.graph.sort()
 
     def settled(self, total: Value, node: Node) -> Value:
