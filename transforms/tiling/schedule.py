@@ -15,12 +15,11 @@ from typing import Any
 from transforms import layout
 from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.analysis.halo import even, plus, union
-from transforms.tiling.analysis.limits import FEWER, Limits, human, too_large
 from transforms.tiling.analysis.sizes import check_whole
 from transforms.tiling.ir.facts import Analysis, grain
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import How, Loop, Online, Ref, Schedule, Step, Update
-from transforms.tiling.ir.obstacles import Obstacle, Refusal
+from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.ir.walks import flops
 from transforms.tiling.mesh.sums import leaves_auto
@@ -44,7 +43,7 @@ def schedule(analysis: Analysis, online: Mapping[Value, Online]) -> Schedule | O
         eager = _settle(analysis, online, eager=True)
         if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
-    obstacle = check_begun(analysis, loops, limits) or check_whole(analysis, loops, planner.requested, limits, online)
+    obstacle = check_whole(analysis, loops, planner.requested, limits, online)
     return obstacle or Schedule(analysis, loops, planner.late)
 
 
@@ -91,19 +90,6 @@ def region(analysis: Analysis, wants: Sequence[Placement], effects: bool = True)
         if node.effects and effects:
             planner.emit(planner.effect(node), 0, loop)
     return loop, refs
-
-
-def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> Refusal | None:
-    """Refuse to store states that take more than the largest input or output."""
-    for value in (u.value for loop in loops for u in loop.updates):
-        if isinstance(analysis.fact(value).placement, Stacked) and value.nbytes > limits.bound:
-            node = value.producer
-            if node is None or limits.gather == "any":
-                continue
-            where = f"the recurrence at {node.where}"
-            why = "what follows runs the other way, so the state that each tile begins with would have to be stored"
-            return Refusal(too_large(limits, where, why, f"states: {value}, {human(value.nbytes)}", FEWER))
-    return None
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,7 +12,7 @@ from transforms.tiling.ir.graph import Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Inline, Obstacle, Promote, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled
+from transforms.tiling.ir.placement import WHOLE, Partial, Span, Stacked, Tiled
 from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
@@ -29,7 +29,7 @@ def check_whole(
     What is made of an accumulator, such as an `online` sum, may be as large as that: wider than what it ends in.
     """
     for loop in loops:
-        if (refusal := _check_sums(analysis, loop, limits)) is not None:
+        if (refusal := _check_written(analysis, loop, limits)) is not None:
             return refusal
     found: dict[Value, tuple[Node, str]] = {}
     reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
@@ -62,17 +62,24 @@ def check_whole(
     return None
 
 
-def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | None:
-    """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds."""
+def _check_written(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | None:
+    """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds.
+
+    And to store states that take more than the largest input or output.
+    """
     tile = tile_bytes(loop, limits.options.span)
-    for update in loop.updates:
-        value, placement = update.value, analysis.fact(update.value).placement
-        node = value.producer
-        if node is None or not isinstance(placement, Partial) or limits.accumulate(value, tile):
+    for value in (u.value for u in loop.updates):
+        node, placement = value.producer, analysis.fact(value).placement
+        if node is None:
             continue
-        why = "the tiles add up to an array that is larger than they are"
-        array = f"sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}"
-        return Refusal(too_large(limits, str(node), why, array, FEWER))
+        if isinstance(placement, Stacked) and value.nbytes > limits.bound and limits.gather != "any":
+            where = f"the recurrence at {node.where}"
+            why = "what follows runs the other way, so the state that each tile begins with would have to be stored"
+            return Refusal(too_large(limits, where, why, f"states: {value}, {human(value.nbytes)}", FEWER))
+        if isinstance(placement, Partial) and not limits.accumulate(value, tile):
+            why = "the tiles add up to an array that is larger than they are"
+            array = f"sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}"
+            return Refusal(too_large(limits, str(node), why, array, FEWER))
     return None
 
 
