@@ -35,13 +35,7 @@ OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cu
 def carry(graph: Graph, node: Node, span: Span) -> None:
     """Rewrite an operation that runs along the cut axis."""
     nodes: list[Node] = []
-    write = {
-        "scan": _write_scan,
-        "pad": _write_shift,
-        "argmax": write_choice,
-        "argmin": write_choice,
-        "top_k": write_choice,
-    }
+    write = {"scan": _write_scan, "pad": _write_shift, **dict.fromkeys(["argmax", "argmin", "top_k"], write_choice)}
     outs = write.get(node.name, _write_cumulative)(nodes, node, span)
     graph.replace(node, nodes, outs)
 

@@ -250,14 +250,12 @@ class _Writer:
 
 def _finish(early: Early, total: Any, empty: Any | None, *values: Any) -> Any:
     """Apply to a sum what its terms left out, but where it is `empty`: all of them are masked."""
-    result = total
-    found = [broadcast_by(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
-    anchors, offsets = len(early.anchors), len(early.anchors) + len(early.offsets)
-    for array, term in zip(found[anchors:offsets], early.offsets, strict=True):
-        result = result * jnp.exp(term.weight * array)
-    for array, term in zip(found[offsets:], early.factors, strict=True):
+    result, laid = total, {t: broadcast_by(v, t.dims, total.shape) for t, v in zip(early.terms, values, strict=True)}
+    for term in early.offsets:
+        result = result * jnp.exp(term.weight * laid[term])
+    for term in early.factors:
         for _ in range(int(abs(term.weight))):
-            result = result * array if term.weight > 0 else result / array
+            result = result * laid[term] if term.weight > 0 else result / laid[term]
     return result if empty is None else jnp.where(empty, 0, result)
 
 
@@ -330,11 +328,10 @@ class Weights:
 
 def shifted(early: Early, total: Any, weight: Any, *values: Any) -> Any:
     """Add to a sum what its terms left out, as often as they are in it."""
-    anchors, result = len(early.anchors), total
-    found = [broadcast_by(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
-    for array, term in zip(found[anchors:], early.offsets, strict=True):
-        added = term.weight * array * weight
+    result, laid = total, {t: broadcast_by(v, t.dims, total.shape) for t, v in zip(early.terms, values, strict=True)}
+    for term in early.offsets:
+        added = term.weight * laid[term] * weight
         result = result + (jnp.where(weight == 0, 0, added) if early.masked else added)
-    for array, term in zip(found[:anchors], early.anchors, strict=True):  # every element is inf - inf
-        result = jnp.where((term.weight * array == jnp.inf) & (weight != 0), jnp.nan, result)
+    for term in early.anchors:  # every element is inf - inf
+        result = jnp.where((term.weight * laid[term] == jnp.inf) & (weight != 0), jnp.nan, result)
     return result
