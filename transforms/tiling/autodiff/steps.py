@@ -21,7 +21,7 @@ from transforms.tiling.analysis.rounding import compares_inside
 from transforms.tiling.autodiff.custom_rules import follows_rules
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.frontend.trace import Made, called, rewrite_all
-from transforms.tiling.ir.graph import Graph, Node
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.walks import closure, depends, operands, scan_counts
 from transforms.tiling.passes.sink import sink
 from transforms.tiling.primitives import SCAN
@@ -40,7 +40,7 @@ def computed_again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> 
     """
     graph = flatten(closed, custom=False, remat=True)
     scans = [node for node in graph.nodes if node.name == SCAN]
-    if not _with_recurrences(graph) and not scans:
+    if not rewrite_all(graph, _recurrence) and not scans:
         return None
     cut = depends(graph, {v for v, one in zip(graph.inputs, given, strict=True) if one})
     large = {v for v in cut if v.producer is not None and v.nbytes > largest and not follows_rules(v.producer)}
@@ -57,16 +57,12 @@ def computed_again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> 
     return jax.make_jaxpr(run)(*(like(a) for a in closed.in_avals))
 
 
-def _with_recurrences(graph: Graph) -> bool:
-    """Let products and cumulative products have derivatives that run along the axis. Returns whether there are any."""
-
-    def recurrence(node: Node) -> Made:
-        if (run := recurrent(node)) is None:
-            return None
-        made = flatten(jax.make_jaxpr(run)(like(node.inputs[0].aval)), custom=False)
-        return made.nodes, called(made, node.inputs)
-
-    return rewrite_all(graph, recurrence)
+def _recurrence(node: Node) -> Made:
+    """Products and cumulative products, of which derivatives run along the axis."""
+    if (run := recurrent(node)) is None:
+        return None
+    made = flatten(jax.make_jaxpr(run)(like(node.inputs[0].aval)), custom=False)
+    return made.nodes, called(made, node.inputs)
 
 
 REMAT: Any = functools.partial(jax.checkpoint, prevent_cse=False)  # a loop keeps steps apart by itself

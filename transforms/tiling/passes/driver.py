@@ -13,6 +13,7 @@ Were one of them wrong in that, its plan would be refused: `planned` counts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from transforms.tiling import regions, rules
 from transforms.tiling.analysis import rounding
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.frontend.trace import inline
+from transforms.tiling.frontend.trace import inline, rewrite_all
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies, equations
@@ -181,12 +182,12 @@ def reversals(work: Work, _: Refusal) -> bool:
 
 def grouped_products(work: Work, _: Refusal) -> bool:
     """What is repeated for the members of groups is read once."""
-    return group(work.graph)
+    return rewrite_all(work.graph, group)
 
 
 def joined_gathers(work: Work, _: Refusal) -> bool:
     """Rows that devices gather lie behind each other."""
-    return join(work.graph, work.limits)
+    return rewrite_all(work.graph, functools.partial(join, work.limits))
 
 
 def index_set_splitting(work: Work, refusal: Refusal) -> bool:

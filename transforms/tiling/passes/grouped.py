@@ -12,20 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.layout import named
-from transforms.tiling.frontend.trace import Made, rewrite_all, traced
-from transforms.tiling.ir.graph import Graph, Node, Value, elements
+from transforms.tiling.frontend.trace import Made, traced
+from transforms.tiling.ir.graph import Node, Value, elements
 
 
-def group(graph: Graph) -> bool:
-    """Let products read what was repeated along their last batch dimension. Returns whether any did not."""
-
-    def product(node: Node) -> Made:
-        for side in (0, 1) if node.name == "dot_general" else ():
-            if (found := _repeated(node, side)) is not None:
-                return traced(_grouped(node, side, *found[1:]), [found[0], node.inputs[1 - side]], node)
-        return None
-
-    return rewrite_all(graph, product)
+def group(node: Node) -> Made:
+    """A product that reads what was repeated along its last batch dimension."""
+    for side in (0, 1) if node.name == "dot_general" else ():
+        if (found := _repeated(node, side)) is not None:
+            return traced(_grouped(node, side, *found[1:]), [found[0], node.inputs[1 - side]], node)
+    return None
 
 
 def _repeated(node: Node, side: int) -> tuple[Value, int, int] | None:
