@@ -8,6 +8,7 @@ what makes its operand, if that is made of less, and exactly: masks, places and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -160,18 +161,14 @@ def _sizes(values: Iterable[Value]) -> list[int]:
 def _rewrite(graph: Graph, moved: Moved) -> None:
     nodes: list[Node] = []
     there: dict[Value, Value] = {}  # what is made in the place of a value, before its reversal
-    whole: dict[tuple[Value, Dims], Value] = {}  # the reversals of what is made
     made = Moved({}, {})
     last = next(node for node in graph.nodes if node.name == "rev")
 
+    @functools.cache
     def turn(value: Value, dims: Dims) -> Value:
+        """A value reversed, made of what is."""
         if not dims:
             return value
-        if (value, dims) not in whole:
-            whole[value, dims] = reverse(value, dims)
-        return whole[value, dims]
-
-    def reverse(value: Value, dims: Dims) -> Value:
         node, parts = value.producer, made.made_of(value, dims)
         if node is None or parts is None or made.leaves(value, dims) == {(value, dims)}:
             new = last.like([value], [value.aval], params={"dimensions": tuple(sorted(dims))})
