@@ -202,8 +202,7 @@ class Planner:
         Where that is no smaller; and of a product wherever the whole sum may be held: a tile's part may be 0 where the
         sum is not, and 0 times infinity is no number.
         """
-        node = value.producer
-        assert node is not None
+        node = value.maker
         placements = [self.analysis.fact(v).placement for v in node.inputs]
         if not has(node.name, "adding"):  # these count an operand that is whole by then once, in the same sum
             completed = self.analysis.completed
@@ -227,8 +226,7 @@ class Planner:
         stack = [value]
         while stack:
             part = stack.pop()
-            node = part.producer
-            assert node is not None
+            node = part.maker
             move = self.analysis.moves[node]
             readers = [n for n in self.readers.get(part, []) if not self.late.issuperset(n.outputs)]
             alone = len(readers) <= (part is not value)
@@ -337,8 +335,7 @@ class Planner:
 
     def expand(self, ref: Ref) -> tuple[Node, Move]:
         """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
-        node = ref.value.producer
-        assert node is not None
+        node = ref.value.maker
         whole = ref.value.aval is not None and self.analysis.is_whole(ref.value)
         if not whole or isinstance(ref.want, Whole):
             return node, self.analysis.moves[node]

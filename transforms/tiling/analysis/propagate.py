@@ -100,8 +100,7 @@ def _place_states(found: Analysis) -> None:
     for node in found.graph.nodes:
         if (state := node.state) is None or state.yielded is None:
             continue
-        stage, begun = max(found.fact(v).stage for v in (node.outputs[0], state.yielded)), state.checkpoints.producer
-        assert begun is not None
+        stage, begun = max(found.fact(v).stage for v in (node.outputs[0], state.yielded)), state.checkpoints.maker
         placement = Stacked(begun.params["size"])
         found.facts[state.checkpoints] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
         found.moves[begun] = Move((placement,), (WHOLE,))

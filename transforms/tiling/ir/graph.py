@@ -47,6 +47,12 @@ class Value:
     def __repr__(self) -> str:
         return describe(self.aval)
 
+    @property
+    def maker(self) -> Node:
+        """Its producer, where it is known to have one."""
+        assert self.producer is not None, "it is an input or a constant"
+        return self.producer
+
     def retype(self, aval: Any) -> None:
         """Have an array of another type in its place."""
         self.aval = aval

@@ -37,8 +37,7 @@ agreed_p = Primitive("agreed")  # the first operand, computed again, as the seco
 
 def store(graph: Graph, value: Value) -> None:
     """Have a cut value stored by the loop that computes it, and read from there by all others."""
-    node = value.producer
-    assert node is not None
+    node = value.maker
     (kept,) = add(nodes := [], node, stored_p, [value], [value.aval])
     graph.substitute({value: kept})
     graph.insert(nodes, after=node)

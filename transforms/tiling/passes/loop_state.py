@@ -32,7 +32,7 @@ def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span, rev
     (state,) = add(nodes, node, carried_p, [init], [aval])
     checkpoints = stacked(aval, -(-span.total // span.length))
     (begun,) = add([], node, begun_p, [state], [checkpoints], size=span.length)
-    producer(state).change(state=State(reverse, begun))
+    state.maker.change(state=State(reverse, begun))
     return state
 
 
@@ -67,20 +67,15 @@ def scalar(number: Any, dtype: Any) -> Value:
 def resize(graph: Graph, total: int, size: int) -> None:
     """Have states for tiles of another length."""
     for begun in (s.checkpoints for n in graph.nodes if (s := n.state) is not None):
-        producer(begun).change(params={"size": size})
+        begun.maker.change(params={"size": size})
         begun.retype(begun.aval.update(shape=(-(-total // size), *begun.shape[1:])))
 
 
 def leave(state: Value, total: Value) -> None:
     """Let `total`, what a tile leaves, be the state that the next begins with."""
-    known = producer(state).state
+    known = state.maker.state
     assert known is not None
-    producer(state).change(state=dataclasses.replace(known, yielded=total))
-
-
-def producer(state: Value) -> Node:
-    assert state.producer is not None
-    return state.producer
+    state.maker.change(state=dataclasses.replace(known, yielded=total))
 
 
 def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:
@@ -88,7 +83,7 @@ def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, A
     state = node.state
     assert state is not None
     if source is state.checkpoints:
-        number = span.start // producer(source).params["size"]
+        number = span.start // source.maker.params["size"]
         return lax.dynamic_index_in_dim(given, number, 0, keepdims=False)
     aval = node.outputs[0].aval
     init = given if jnp.shape(given) == aval.shape else full(aval, given, aval.dtype, TOGETHER)

@@ -125,8 +125,7 @@ class _Writer:
         self.linear = False  # what is summed is not exponentiated
 
     def write(self, value: Value, early: Early) -> None:
-        node = value.producer
-        assert node is not None
+        node = value.maker
         self.linear = early.weighted
         wide = self.span.wide(value.dtype)
         total = self.copy(value)
@@ -215,8 +214,7 @@ class _Writer:
         """`value`, which repeats `base`, of the running form of `base`."""
         if value is base:
             return self.anchor(base, weight)
-        node = value.producer
-        assert node is not None
+        node = value.maker
         return self.add(node, [self.anchored(node.inputs[0], base, weight), *node.inputs[1:]])
 
     def anchor(self, base: Value, weight: float) -> Value:
@@ -225,8 +223,7 @@ class _Writer:
             return self.running(base)
         key = ("anchor", base, weight > 0)
         if key not in self.done.copies:
-            node = base.producer
-            assert node is not None
+            node = base.maker
             sign, running = 1 if weight > 0 else -1, self.running(base)
             (self.done.copies[key],) = add(self.nodes, node, anchor_p, [running], [base.aval], sign=sign)
         return self.done.copies[key]
@@ -298,8 +295,7 @@ class Weights:
         return self.known[value]
 
     def _write(self, value: Value) -> Value:
-        node = value.producer
-        assert node is not None
+        node = value.maker
         early = self._early(value)
         if not (early.masked if self.counting else early.weighted):
             ones = lambda x: jnp.where(x == x, jnp.ones_like(x), 1)
