@@ -41,7 +41,7 @@ tiled_p = Atomic("tiled")
 tiled_p.multiple_results = True
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class How:
     """What JAX's transformations ask of a call.
 
