@@ -132,6 +132,7 @@ class Program:
     given: tuple[Residuals, int] | None = None  # those of another program, and the first input that holds them
     values: Program | None = None  # another program, whose results are this one's first ones
     cut: Program | None = None  # what runs in its place: the loops of this one, cut along another axis too
+    _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -210,7 +211,8 @@ class Program:
         sums += [elements(a.shape) * wider(a) for a in whole if self.options.sync == "once"]
         together = sum(elements(a.shape) * wider(a) for a in cut)
         together = max([together, *gathered(self.graph, self.placements, max(largest, together))])
-        return Limits(self.options.gather, largest, self.options, Program, together, max(sums, default=0))
+        summed, longest = max(sums, default=0), 2 * self.options.size
+        return Limits(self.options.gather, largest, self.options, Program, together, summed, longest=longest)
 
     @property
     def run(self) -> Wrapped:
@@ -314,10 +316,6 @@ class Program:
         real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (*avals, *(self.closed.in_avals[i] for i in active)))
         return len(avals) == 1 and avals[0].shape == () and real
 
-    @functools.cached_property
-    def _derived(self) -> dict[Any, Any]:
-        return {}
-
     @remembered
     def _joint(self, closed: ClosedJaxpr, active: tuple[int, ...], out: int) -> Program | None:
         """The outputs and the gradients of one; None where JAX has no reverse mode (a loop of unknown length)."""
@@ -347,7 +345,8 @@ class Program:
     @functools.cached_property
     def _steps_again(self) -> ClosedJaxpr | None:
         """The same program with `jax.checkpoint` around the bodies of its scans, unless a policy says what is kept."""
-        return computed_again(self.closed, self.placements, self.limits.largest) if self.keeping is None else None
+        cut = [isinstance(p, Tiled) for p in self.placements]
+        return computed_again(self.closed, cut, self.limits.largest) if self.keeping is None else None
 
     def chosen(
         self,

@@ -58,12 +58,10 @@ class Tile:
 
     def step(self, step: Step) -> None:
         rule = RULES[step.node.name]
-        if rule.resume is not None and isinstance(step.keys[0][1], Tiled):  # of rows that no other tile has
-            self.made[step.keys[0]] = self.fetch(*step.refs)
-            return
-        if rule.resume is not None:  # a loop's state, as the tiles before left it
-            (ref,) = step.refs
-            self.made[step.keys[0]] = rule.resume(step.node, ref.value, self.fetch(ref), self.before, self.span)
+        if rule.resume is not None:  # a loop's state, as the tiles before left it; not of rows that no other tile has
+            (ref,), key, array = step.refs, step.keys[0], self.fetch(*step.refs)
+            own = isinstance(key[1], Tiled)
+            self.made[key] = array if own else rule.resume(step.node, ref.value, array, self.before, self.span)
             return
         how = self.held[step.node.outputs[0]] if step.node.outputs else layout.TOGETHER
         node, values = self.fitted(step, how)
