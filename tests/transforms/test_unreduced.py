@@ -169,6 +169,63 @@ def test_what_is_added_outside_the_loop_is_counted_once(uneven, w, lowmem):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def looked_up(w, h, labels):
+    """Rows of a table that is a head too; where tokens are spread, JAX looks them up on a mesh made Auto."""
+    rows = w.T.at[labels].get(out_sharding=jax.typeof(h).sharding) if layout.named(jax.typeof(h)) else w.T[labels]
+    return (jnp.tanh(h + rows) @ whole(w)).mean() if layout.named(jax.typeof(h)) else (jnp.tanh(h + rows) @ w).mean()
+
+
+@WRONG
+def test_what_leaves_a_mesh_made_auto_is_spread_and_apart():
+    """Over the second and third of three axes: in two steps it is right (`mesh.sums.fit`)."""
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Explicit,) * 3)):
+        gains = reshard(jnp.ones((4, 2)), P("b"))
+        auto = jax.sharding.get_abstract_mesh().update_axis_types(dict.fromkeys("abc", AxisType.Auto))
+
+        def add(gains):
+            within = reshard(gains, NamedSharding(auto, P(None, None)))
+            with jax.sharding.use_abstract_mesh(auto):
+                made = jnp.zeros((4, 2)).at[jnp.array([0, 1, 2, 3])].add(within)
+            return reshard(reshard(made, P("c", None, unreduced={"b"})), P(None, None))
+
+        np.testing.assert_array_equal(jax.jit(add)(gains), np.ones((4, 2)))
+
+
+TABLES = [P("c", None), P(None, "c"), P(None, ("c", "a")), P()]
+
+
+@pytest.mark.parametrize("axis", [(None, 0, 0), (1, None, None)], ids=str)
+@pytest.mark.parametrize("w", TABLES, ids=str)
+def test_rows_are_looked_up_on_a_mesh_made_auto(w, axis):
+    check_lookup(w, axis, gather="any")
+
+
+@pytest.mark.parametrize(
+    "options", [{"lowmem": True}, {"policy": jax.checkpoint_policies.everything_saveable}], ids=str
+)
+def test_what_is_kept_of_a_mesh_made_auto_is_on_the_one_around(options):
+    check_lookup(P(None, "c"), (None, 1, 1), **options)
+
+
+def test_rows_of_a_tile_are_looked_up_on_a_mesh_made_auto():
+    """Few, each in the tile that has it."""
+    check_lookup(P(), (1, None, None), words=128)
+
+
+def check_lookup(w, axis, words=16, **options):
+    rng = np.random.default_rng(0)
+    table, h = (rng.normal(size=shape).astype(np.float32) for shape in ((8, words), (4, 4, 8)))
+    args = table, h, rng.integers(words, size=(4, 4)).astype(np.int32)
+    fn = looked_up if words == 16 else (lambda w, h, labels: looked_up(jnp.tanh(w), h, labels) + jnp.tanh(w).sum())
+    wanted = jax.jit(jax.grad(fn, (0, 1)))(*args)
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, (w, P("b"), P("b")), strict=True)]
+        found = jax.jit(jax.grad(tile(fn, axis, 2, **options), (0, 1)))(*args)
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 OVER = {
     "gradients": lambda fn, w, h: jax.vmap(jax.grad(fn, (0, 1)), (0, None))(jnp.stack([w, 2 * w]), h),
     "gradients of both": lambda fn, w, h: jax.vmap(jax.grad(fn))(jnp.stack([w, w]), jnp.stack([h, jnp.sin(h)])),

@@ -147,7 +147,10 @@ def fit(
         return node, values
     key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
     if key and (node.params[key] is not None or has(node.name, "contracts")):
-        node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, spec(out, apart))})
+        target = spec(out, apart)
+        if leaves_auto(node):  # apart at first, and then spread: both at once XLA gets wrong
+            target = layout([()] * len(out.shape), target.unreduced)
+        node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, target)})
     return node, values
 
 
