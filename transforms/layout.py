@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 
 def axes_of(parts: Iterable[Any]) -> tuple[str, ...]:
@@ -52,6 +52,14 @@ def named(aval: Any) -> NamedSharding | None:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     return sharding if getattr(sharding.mesh, "explicit_axes", ()) else None
+
+
+def away(aval: Any) -> NamedSharding | None:
+    """The sharding of a type on a mesh made Auto within the one at hand: there only equations that stand in it run."""
+    sharding, here = getattr(aval, "sharding", None), get_abstract_mesh()
+    if not isinstance(sharding, NamedSharding) or here.empty or not here.explicit_axes:
+        return None
+    return sharding if AxisType.Auto in {*sharding.mesh.axis_types} - {*here.axis_types} else None
 
 
 def axes(aval: Any, dim: int) -> tuple[str, ...]:
@@ -116,7 +124,7 @@ def like(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruc
     """An abstract array of a type; or a tile of it, of another shape and spread alike."""
     manual = {"sharding": aval.sharding, "manual_axis_type": aval.manual_axis_type} if varying(aval) else {}
     return jax.ShapeDtypeStruct(
-        aval.shape if shape is None else shape, aval.dtype, **({"sharding": named(aval)} | manual)
+        aval.shape if shape is None else shape, aval.dtype, **({"sharding": named(aval) or away(aval)} | manual)
     )
 
 
@@ -201,6 +209,19 @@ def settle(array: Any, aval: Any, apart: Apart, dtype: Any = None) -> Any:
         return conform(array, aval, TOGETHER)
     narrow = apart.dtype if dtype is None else jnp.promote_types(apart.dtype, dtype)
     return move(array.astype(narrow), spec(aval))
+
+
+def there(array: Any, aval: Any) -> Any:
+    """An array, or a scalar, on the mesh that a type names, if that is made Auto within the one at hand."""
+    sharding, own = away(aval), named(jax.typeof(array))
+    if sharding is None or own is None or own.mesh == sharding.mesh:
+        return array
+    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions[: array.ndim])))
+
+
+def here(array: Any, aval: Any) -> Any:
+    """The inverse: an array from such a mesh on the one at hand, spread as a type says."""
+    return array if away(jax.typeof(array)) is None else reshard(array, spec(aval))
 
 
 def split(array: Any, dim: int, major: int) -> Any:

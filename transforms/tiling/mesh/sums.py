@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
-from transforms.layout import TOGETHER, Apart, Held, axes, axes_of, devices, layout, move, named, spec
+from transforms.layout import TOGETHER, Apart, Held, away, axes, axes_of, devices, layout, move, named, spec
 from transforms.tiling.primitives import has, having
 from transforms.tiling.rules import RULES
+from transforms.tiling.rules.factors import origins
 
 FLOWS, ADDS, RESCALES = having("flows"), having("adding"), having("rescales")
 
@@ -47,8 +48,20 @@ def origin(value: Any, dim: int) -> tuple[str, ...]:
         return axes(value.aval, dim)
     if has(node.name, "respreads"):
         return axes(node.inputs[0].aval, dim)
-    alike = (v for v in node.inputs if v.shape == value.shape)
-    return next((found for v in alike if (found := origin(v, dim))), ())
+    backs = [origins(node, i) or {} for i in range(len(node.inputs))]
+    ways = [(v, back[dim]) for v, back in zip(node.inputs, backs, strict=True) if dim in back]
+    return next((found for v, its in ways if (found := origin(v, its))), ())
+
+
+def kept(value: Any) -> Any:
+    """The type in which a loop keeps a value: of one on a mesh made Auto, on the mesh around it, spread as before."""
+    if away(value.aval) is None:
+        return value.aval
+    entries, taken = [], set[str]()
+    for dim in range(len(value.shape)):
+        entries.append([a for a in origin(value, dim) if a not in taken])
+        taken.update(entries[-1])
+    return value.aval.update(sharding=NamedSharding(get_abstract_mesh(), layout(entries)))
 
 
 def leaves_auto(node: Any) -> bool:

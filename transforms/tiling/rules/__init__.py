@@ -30,6 +30,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transforms.layout import there
 from transforms.tiling.ir.graph import Node, Value, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Move, Partial, Placement, Span, Tiled, Whole
@@ -125,8 +126,9 @@ def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Compute one tile of a node's results from its operands."""
     rule = RULES[node.name]
     if rule.emit is not None:
+        start = there(span.start, node.outputs[0].aval) if node.outputs else span.start
         with node.context.manager:
-            return rule.emit(node, values, move, span)
+            return rule.emit(node, values, move, span._replace(start=start))
     params = None if rule.localise is None else rule.localise(node, move, span)
     return node.bind(values, params)
 
