@@ -302,3 +302,45 @@ def test_what_is_as_long_as_the_axis_and_spread_is_not_the_axis(mesh):
     args = [jax.device_put(one, NamedSharding(mesh, P())) for one in (w, x)]
     found, wanted = (jax.jit(fn)(*args) for fn in (tile(loss, (None, 0), 4), loss))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+def both_spread(w, h):
+    """A product whose operands are spread differently where it contracts."""
+    spec = None if layout.named(jax.typeof(h)) is None else P(None, None, None)
+    return jnp.tanh(jnp.einsum("bsd,dv->bsv", h, w, out_sharding=spec)).sum((0, 1))
+
+
+def normed(w, h):
+    x = h - h.mean((0, 1))
+    return jnp.tanh((x / jnp.sqrt((x**2).mean((0, 1)) + 1e-3)) @ whole(w)).sum()
+
+
+def chosen(w, h):
+    logits = h @ w
+    return jnp.where(logits == logits.max(-1, keepdims=True), logits, 0.1 * logits).sum() + jnp.argmax(logits, -1)
+
+
+CUT_AGAIN = {  # what is differentiated, how its arguments are spread, and how it is cut
+    "contracted over two axes": (both_spread, (P("d", None), P(None, None, "m")), (0, 2)),
+    "a sum that is handed on": (normed, (P("m", None), P("m", "d")), (1, None)),
+    "an argmax of what is spread": (chosen, (P(None, "d"), P("m")), (None, 1)),
+}
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("name", CUT_AGAIN)
+def test_a_second_cut_runs_where_the_first_does(name, pieces, monkeypatch):
+    if pieces:
+        monkeypatch.setattr("transforms.tiling.autodiff.program.SMALLEST", 2)
+        monkeypatch.setattr("transforms.tiling.autodiff.program.PIECE", 1)
+    fn, specs, axis = CUT_AGAIN[name]
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8, 16, 8))]
+    with jax.set_mesh(mesh := jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)):
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        found, wanted = (
+            jax.jit(jax.grad(lambda w, h, one=one: one(w, h).sum(), (0, 1)))(*args)
+            for one in (tile(fn, axis, 3, lowmem=True, gather="any"), fn)
+        )
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
