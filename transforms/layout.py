@@ -156,7 +156,9 @@ def move(array: Any, target: PartitionSpec) -> Any:
     different lengths at once XLA takes for one another. Nor are some given up together with others taken.
     """
     mine = named(jax.typeof(array))
-    if mine is None or spec(jax.typeof(array)) == target:
+    if mine is None:  # on no mesh, such as a constant: all devices have it
+        return reshard(array, target) if axes_of(target.partitions) or target.unreduced | target.reduced else array
+    if spec(jax.typeof(array)) == target:
         return array
     extra, added = mine.spec.unreduced - target.unreduced, target.unreduced - mine.spec.unreduced
     if extra and added:

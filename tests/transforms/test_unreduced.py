@@ -269,11 +269,22 @@ def losses(w, h):
     return jax.nn.logsumexp(h @ w, -1).mean()
 
 
+def squares(w, h):
+    return jnp.tanh(h @ w).sum((0, 2)), (h**2).mean()
+
+
 TYPES = {  # the mesh's axes, what is differentiated, and how it is cut
     "weights that all devices have": (
         (8,), lambda cut: lambda w, h: jax.grad(cut(losses))(reshard(w, P(None, None, reduced={"d"})), h), (None, 1),
     ),
     "a result in parts": ((8,), lambda cut: jax.grad(lambda w, h: (whole(cut(products)(w, h)) ** 2).sum()), (None, 1)),
+    "a loop within that begins with zeros": (
+        (4, 2),
+        lambda cut: jax.grad(lambda w, h: sum(x.sum() for x in cut(tile(squares, (None, 1), 2))(w, h))), (1, None),
+    ),
+    "windows, twice differentiated": (
+        (8,), lambda cut: jax.grad(lambda w, h: (whole(jax.grad(cut(windows), 1)(w, h)) ** 2).sum()), (None, 1),
+    ),
     "zeros beside parts": ((4, 2), lambda cut: jax.grad(cut(windows), 1), (1, None)),
     "an axis that is Auto": ((8, 1), lambda cut: jax.grad(cut(losses)), (None, 1)),
 }  # fmt: skip
