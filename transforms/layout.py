@@ -149,6 +149,12 @@ def full(aval: Any, fill: Any, dtype: Any, apart: Apart) -> Any:
     return vary(array, aval)
 
 
+def places(array: Any, dim: int) -> Any:
+    """Which place along a dimension each element of an array has, spread as the array is."""
+    sharding = None if named(jax.typeof(array)) is None else spec(jax.typeof(array))
+    return jax.lax.broadcasted_iota(jnp.int32, array.shape, dim, out_sharding=sharding)
+
+
 def move(array: Any, target: PartitionSpec) -> Any:
     """The array as `target` says; what the devices hold apart is scattered first where it ends up spread.
 
@@ -205,14 +211,6 @@ def typed(array: Any, aval: Any) -> Any:
     return reshard(array, spec(aval))
 
 
-def settle(array: Any, aval: Any, apart: Apart, dtype: Any = None) -> Any:
-    """The sum of what the devices hold, formed in `dtype` or that of the product that it comes from."""
-    if not apart.axes:
-        return conform(array, aval, TOGETHER)
-    narrow = apart.dtype if dtype is None else jnp.promote_types(apart.dtype, dtype)
-    return move(array.astype(narrow), spec(aval))
-
-
 def there(array: Any, aval: Any) -> Any:
     """An array, or a scalar, on the mesh that a type names, if that is made Auto within the one at hand."""
     sharding, own = away(aval), named(jax.typeof(array))
@@ -224,6 +222,14 @@ def there(array: Any, aval: Any) -> Any:
 def here(array: Any, aval: Any) -> Any:
     """The inverse: an array from such a mesh on the one at hand, spread as a type says."""
     return array if away(jax.typeof(array)) is None else reshard(array, spec(aval))
+
+
+def settle(array: Any, aval: Any, apart: Apart, dtype: Any = None) -> Any:
+    """The sum of what the devices hold, formed in `dtype` or that of the product that it comes from."""
+    if not apart.axes:
+        return conform(array, aval, TOGETHER)
+    narrow = apart.dtype if dtype is None else jnp.promote_types(apart.dtype, dtype)
+    return move(array.astype(narrow), spec(aval))
 
 
 def split(array: Any, dim: int, major: int) -> Any:

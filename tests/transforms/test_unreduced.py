@@ -304,15 +304,6 @@ def test_types_say_what_devices_hold(name, lowmem):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_as_long_as_the_axis_and_spread_is_not_the_axis(mesh):
-    """Here by chance: what the function closes over is spread, and what is cut is not."""
-    rng = np.random.default_rng(0)
-    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8,)))
-    h = put(mesh, rng.normal(size=(8, 16, 8)).astype(np.float32))
-    loss = lambda w, x: ((h @ w) ** 2).mean() + x.sum()
-    args = [jax.device_put(one, NamedSharding(mesh, P())) for one in (w, x)]
-    found, wanted = (jax.jit(fn)(*args) for fn in (tile(loss, (None, 0), 4), loss))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
 def both_spread(w, h):
     """A product whose operands are spread differently where it contracts."""
     spec = None if layout.named(jax.typeof(h)) is None else P(None, None, None)
@@ -355,3 +346,12 @@ def test_a_second_cut_runs_where_the_first_does(name, pieces, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_what_is_as_long_as_the_axis_and_spread_is_not_the_axis(mesh):
+    """Here by chance: what the function closes over is spread, and what is cut is not."""
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8,)))
+    h = put(mesh, rng.normal(size=(8, 16, 8)).astype(np.float32))
+    loss = lambda w, x: ((h @ w) ** 2).mean() + x.sum()
+    args = [jax.device_put(one, NamedSharding(mesh, P())) for one in (w, x)]
+    found, wanted = (jax.jit(fn)(*args) for fn in (tile(loss, (None, 0), 4), loss))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
