@@ -346,6 +346,21 @@ def test_a_second_cut_runs_where_the_first_does(name, pieces, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parts_of_a_sum_may_be_closed_over(mesh, compiled):
+    rng = np.random.default_rng(0)
+    w, h = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32), put(mesh, rng.normal(size=(8, 16, 8)).astype("float32"))
+
+    def gradients(w, h, cut):
+        parts = products(w, h)
+        return jax.grad(cut(lambda w, h: (whole(parts) * w).sum() + jnp.tanh(h @ w).mean()), (0, 1))(w, h)
+
+    run = jax.jit(gradients, static_argnums=2) if compiled else gradients
+    found, wanted = (run(w, h, cut) for cut in (lambda fn: tile(fn, (None, 1), 4), lambda fn: fn))
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_as_long_as_the_axis_and_spread_is_not_the_axis(mesh):
     """Here by chance: what the function closes over is spread, and what is cut is not."""
     rng = np.random.default_rng(0)

@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jaxtyping import DTypeLike
 
+from transforms.layout import unreduced
 from transforms.tiling.autodiff.derive import call
 from transforms.tiling.autodiff.program import Options, Program, by_shares, collections_paused, looked_into
 from transforms.tiling.inputs import meshes
@@ -318,7 +319,7 @@ class Needed(Exception):
 
 
 class Captured(Exception):
-    """The function closes over values of a trace around the call: what is planned holds for this call alone."""
+    """The function closes over what no program of its own can: what is planned holds for this call alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -470,7 +471,8 @@ class Tracer:
         self, call: Call, arrays: Sequence[Any], numbers: Sequence[Any], cached: bool = False
     ) -> tuple[Form, list[Any]]:
         traced = self._trace(call, arrays, numbers)
-        if cached and any(isinstance(c, JaxTracer) for c in traced.consts):
+        # Of what devices hold parts of a program has no constants.
+        if cached and any(isinstance(c, JaxTracer) or unreduced(jax.typeof(c)) for c in traced.consts):
             raise Captured
         return traced.form, traced.run([*arrays, *map(jnp.asarray, numbers)])
 
