@@ -370,3 +370,19 @@ def test_what_is_as_long_as_the_axis_and_spread_is_not_the_axis(mesh):
     args = [jax.device_put(one, NamedSharding(mesh, P())) for one in (w, x)]
     found, wanted = (jax.jit(fn)(*args) for fn in (tile(loss, (None, 0), 4), loss))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_what_is_as_long_as_the_axis_and_was_spread_is_made_whole(mesh):
+    """Labels are as many as features: no tile of them is a part of each device's share."""
+
+    def counted(w, h, labels):
+        sums = jnp.zeros((16, 16)).at[whole(labels).reshape(-1)].add(whole(jnp.tanh(h @ w)).reshape(-1, 16))
+        return jnp.sin(sums).sum()
+
+    rng = np.random.default_rng(0)
+    w, h = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8, 16, 8)))
+    labels = rng.integers(16, size=(8, 16)).astype(np.int32)
+    args = jax.device_put(w, NamedSharding(mesh, P())), put(mesh, h), put(mesh, labels)
+    cut = tile(counted, (0, 2, None), 8)
+    found, wanted = (jax.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (cut, counted))
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5), found, wanted)
