@@ -346,6 +346,16 @@ def test_a_second_cut_runs_where_the_first_does(name, pieces, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_an_argmax_goes_from_tile_to_tile_on_one_device_of_an_axis():
+    """By its type what it runs along is spread, over one device."""
+    rng = np.random.default_rng(0)
+    w, h = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 16), (8, 16, 8)))
+    with jax.set_mesh(mesh := jax.make_mesh((8, 1), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)):
+        args = jax.device_put(w, NamedSharding(mesh, P(None, "m"))), put(mesh, h)
+        found, wanted = (jax.jit(fn)(*args) for fn in (tile(chosen, (1, None), 4, gather="any"), chosen))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_parts_of_a_sum_may_be_closed_over(mesh, compiled):
     rng = np.random.default_rng(0)
