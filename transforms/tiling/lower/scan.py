@@ -75,7 +75,8 @@ def _shared(plan: Schedule, loop: Loop, reuse: Reuse) -> dict[Value, Value]:
         if value in found or source in found.values():
             continue
         alike = value in made and source.aval == value.aval and fact(value)[:2] == fact(source)[:2]
-        alike = alike and value not in plan.analysis.apart  # there devices hold parts of a sum
+        # Where devices hold parts of a sum, it is read together.
+        alike = alike and value not in plan.analysis.apart and not layout.unreduced(value.aval)
         here = {id(r) for r in loop.refs if r.value is source and r.how == "slice" and r.halo == ALONE}
         everywhere = {id(ref) for other in plan.loops for ref in other.refs if ref.value is source}
         whole = (n for n in graph.nodes if all(isinstance(p, Whole) for p in plan.analysis.moves[n].outs[:1]))

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from transforms.layout import TOGETHER, full, like
 from transforms.tiling.frontend.trace import append, inlined
 from transforms.tiling.ir.facts import Region, grain
 from transforms.tiling.ir.graph import Graph, Node, Value
@@ -273,8 +273,9 @@ class _Writer:
         return None
 
     def filled(self, node: Node, shape: tuple[int, ...]) -> Value:
-        """What a `pad` puts beside its operand."""
-        return self.trace(lambda x: [jnp.broadcast_to(x, shape)], [self.find(node.inputs[1])], node)[0]
+        """What a `pad` puts beside its operand, spread as that is."""
+        aval = like(node.outputs[0].aval, shape)
+        return self.trace(lambda x: [full(aval, x, aval.dtype, TOGETHER)], [self.find(node.inputs[1])], node)[0]
 
     def trace(self, fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> list[Value]:
         """Append the equations of `fn`; return its results."""

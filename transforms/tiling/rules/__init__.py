@@ -30,6 +30,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transforms.layout import shares, there
 from transforms.tiling.ir.graph import Node, Value, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Move, Partial, Placement, Span, Tiled, Whole
@@ -125,16 +126,24 @@ def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Compute one tile of a node's results from its operands."""
     rule = RULES[node.name]
     if rule.emit is not None:
+        start = there(span.start, node.outputs[0].aval) if node.outputs else span.start
         with node.context.manager:
-            return rule.emit(node, values, move, span)
+            return rule.emit(node, values, move, span._replace(start=start))
     return node.bind(values, rule.localise(node, move, span))
 
 
 def pulled(node: Node, want: Tiled) -> Move | None:
-    """How one tile of a node's only result is made from operands that are whole, if there is a way."""
+    """How one tile of a node's only result is made from operands that are whole, if there is a way.
+
+    There is none where it is not a part of each device's share of an operand.
+    """
     pull = RULES[node.name].pull
     ins = pull(node, want) if pull is not None and len(node.outputs) == 1 else None
-    return None if ins is None else Move((want,), ins)
+    if ins is None:
+        return None
+    both = zip(node.inputs, ins, strict=True)
+    across = any(isinstance(p, Tiled) and p.major % shares(v.aval, p.dim) for v, p in both)
+    return None if across else Move((want,), ins)
 
 
 # ------------------------------------------------------------------------------------------ what several rules share

@@ -11,9 +11,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from transforms import layout
 from transforms.tiling.frontend.flatten import evaluate
 from transforms.tiling.frontend.trace import Made, rewrite_all, traced
 from transforms.tiling.ir.graph import Graph, Node, Value
@@ -106,7 +108,8 @@ def _few(node: Node, dim: int, total: int) -> Made:
     def rows(segment: Segment, value: Any) -> Any:
         if segment.shift is not None:
             return lax.slice_in_dim(value, segment.low - segment.shift, segment.high - segment.shift, axis=dim)
-        return jnp.broadcast_to(value, (*out.shape[:dim], segment.high - segment.low, *out.shape[dim + 1 :]))
+        aval = layout.like(out.aval, (*out.shape[:dim], segment.high - segment.low, *out.shape[dim + 1 :]))
+        return layout.full(aval, value, aval.dtype, layout.TOGETHER)
 
     return traced(lambda *values: [lax.concatenate([*map(rows, found, values)], dim)], sources, node)
 
@@ -147,16 +150,16 @@ def _joined(found: list[Segment], values: tuple[Any, ...], dim: int, total: int)
     order = sorted(zip(found, values, strict=True), key=lambda both: not _large(both[0], dim, total))
     (first, array), *rest = order
     assert first.shift is not None
-    shift, shape = first.shift, array.shape
+    shift = first.shift
     fills = [constant(s.source) for s, _ in rest]
     beyond = all(s.shift is None and (s.high <= shift or s.low >= total + shift) for s, _ in rest)
     if beyond and None not in fills and len(set(fills)) == 1:
         return moved(array, dim, shift, -shift, rest[0][1])
     result = moved(array, dim, shift, -shift)
-    rows = lax.broadcasted_iota(jnp.int32, shape, dim)
+    rows = layout.places(result, dim)
     for segment, value in rest:
         if segment.shift is None:
-            part = jnp.broadcast_to(value, shape)
+            part = layout.full(jax.typeof(result), value, result.dtype, layout.TOGETHER)
         elif _large(segment, dim, total):
             part = moved(value, dim, segment.shift, -segment.shift)
         else:
@@ -254,7 +257,7 @@ def lift(node: Node, dim: int, total: int) -> Made:
         low, high = ends[mine], total - ends[mine + 1]
         known = {v: moved(x, dim, low, high) if x.ndim else x for v, x in zip(leaves, values, strict=False)}
         (result,) = evaluate(known, [made])
-        rows = lax.broadcasted_iota(jnp.int32, result.shape, dim)
+        rows = layout.places(result, dim)
         for i, few in enumerate(values[len(leaves) :]):
             if i != mine and sizes[i]:
                 few = moved(few, dim, ends[i], total - ends[i + 1]) if few.ndim else few
