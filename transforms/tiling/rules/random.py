@@ -106,8 +106,9 @@ def positions(shape: tuple[int, ...], cut: Tiled, span: Span) -> tuple[Any, Any]
 def sampled(node: Node) -> Factors:
     """`([i], [i j]) -> [i j]`: each sample has a key of its own, which a whole key is split into."""
     dims, own = range(len(node.outputs[0].shape)), len(node.inputs[0].shape)
-    blocked = dict.fromkeys(dims[own:], "splits its key for all of the cut axis")
-    return Factors([dims[:own], dims], [dims], blocked=blocked)
+    return Factors(
+        [dims[:own], dims], [dims], blocked=dict.fromkeys(dims[own:], "splits its key for all of the cut axis")
+    )
 
 
 register_factors("random_wrap", "random_unwrap", "random_clone", factors=leading)
