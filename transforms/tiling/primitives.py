@@ -195,8 +195,6 @@ def has(name: str, word: str) -> bool:
 CALLS = "jit pjit closed_call core_call call composite eval_jaxpr xla_metadata_call tiled".split()
 # The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
 CUSTOM_CALLS = "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call linear_call remat_opt".split()
-# The parameter that holds the body of a call, or that of a loop, in the versions of JAX.
-BODY = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "body_jaxpr", "call", "callee")
 # Equinox's and Lineax's own, with rules for everything; what they compute is a program of others.
 IMPLEMENTED = ("maybe_set", "vprim", "linear_solve")
 SOLVE = "custom_linear_solve"  # the same, with several bodies

@@ -10,7 +10,8 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval as pe
 
-from transforms.tiling.primitives import BODY
+# The parameter that holds the body of a call, or that of a loop, in the versions of JAX.
+BODY = "jaxpr call_jaxpr fun_jaxpr fwd_jaxpr body_jaxpr call callee".split()
 
 
 def body_key(params: dict[str, Any]) -> str:
