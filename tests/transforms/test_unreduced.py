@@ -201,7 +201,7 @@ def test_rows_are_looked_up_on_a_mesh_made_auto(w, axis):
 
 
 @pytest.mark.parametrize(
-    "options", [{"lowmem": True}, {"policy": jax.checkpoint_policies.everything_saveable}], ids=str
+    "options", [{"lowmem": True}, {"policy": jax.checkpoint_policies.everything_saveable}], ids=["lowmem", "policy"]
 )
 def test_what_is_kept_of_a_mesh_made_auto_is_on_the_one_around(options):
     check_lookup(P(None, "c"), (None, 1, 1), **options)
