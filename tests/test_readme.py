@@ -11,6 +11,7 @@ from experiments.commandline import schema
 from experiments.runtime import own
 from zoo import count_params
 
+pytestmark = pytest.mark.symbolic
 ROOT = Path(__file__).parent.parent
 TEXTS = {str(p.relative_to(ROOT)): p.read_text() for p in (ROOT / "README.md", *ROOT.glob("[a-z]*/**/README.md"))}
 BLOCKS = {
@@ -37,6 +38,7 @@ def test_the_readme_is_a_page():
     assert len(TEXTS["README.md"].splitlines()) <= 135
 
 
+@pytest.mark.optimised
 def test_memory_is_as_printed(capsys):
     exec(compile(BLOCKS["README.md, 0"], "README.md", "exec"), {})
     printed = re.findall(r"```\n([\d.]+ MiB\n[\d.]+ MiB)\n```", TEXTS["README.md"])

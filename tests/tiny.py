@@ -1,4 +1,4 @@
-"""What several files of tests start from: the smallest model that a run trains, and a model on a mesh."""
+"""What several files of tests start from: the smallest model that a run trains, a model on a mesh, equal models."""
 
 import operator
 
@@ -16,6 +16,11 @@ MODEL = [
     "model.num_heads=2",
     "model.head_dim=8",
 ]
+
+
+def same(one, other):
+    """Whether two trees are equal to the bit; in numpy, as JAX would compile a comparison of each shape."""
+    return eqx.tree_equal(*jax.device_get((one, other)))
 
 
 def on_mesh(model, mesh, axes):

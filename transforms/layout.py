@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 
 def axes_of(parts: Iterable[Any]) -> tuple[str, ...]:
@@ -52,6 +52,14 @@ def named(aval: Any) -> NamedSharding | None:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     return sharding if getattr(sharding.mesh, "explicit_axes", ()) else None
+
+
+def away(aval: Any) -> NamedSharding | None:
+    """The sharding of a type on a mesh made Auto within the one at hand: there only equations that stand in it run."""
+    sharding, here = getattr(aval, "sharding", None), get_abstract_mesh()
+    if not isinstance(sharding, NamedSharding) or here.empty or not here.explicit_axes:
+        return None
+    return sharding if AxisType.Auto in {*sharding.mesh.axis_types} - {*here.axis_types} else None
 
 
 def axes(aval: Any, dim: int) -> tuple[str, ...]:
@@ -116,15 +124,14 @@ def like(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruc
     """An abstract array of a type; or a tile of it, of another shape and spread alike."""
     manual = {"sharding": aval.sharding, "manual_axis_type": aval.manual_axis_type} if varying(aval) else {}
     return jax.ShapeDtypeStruct(
-        aval.shape if shape is None else shape, aval.dtype, **({"sharding": named(aval)} | manual)
+        aval.shape if shape is None else shape, aval.dtype, **({"sharding": named(aval) or away(aval)} | manual)
     )
 
 
 def layout(entries: Sequence[Sequence[str]], apart: frozenset[str] = frozenset(), kept: Any = ()) -> PartitionSpec:
     """The spec with these axes for each dimension, except those that the value is apart over."""
     left = [tuple(a for a in entry if a not in apart) for entry in entries]
-    parts = [None if not e else e[0] if len(e) == 1 else e for e in left]
-    return PartitionSpec(*parts, unreduced=apart, reduced=frozenset(kept) - apart)
+    return PartitionSpec(*left, unreduced=apart, reduced=frozenset(kept) - apart)
 
 
 def spec(aval: Any, apart: Apart = TOGETHER) -> PartitionSpec:
@@ -141,6 +148,12 @@ def full(aval: Any, fill: Any, dtype: Any, apart: Apart) -> Any:
     return vary(array, aval)
 
 
+def places(array: Any, dim: int) -> Any:
+    """Which place along a dimension each element of an array has, spread as the array is."""
+    sharding = None if named(jax.typeof(array)) is None else spec(jax.typeof(array))
+    return jax.lax.broadcasted_iota(jnp.int32, array.shape, dim, out_sharding=sharding)
+
+
 def move(array: Any, target: PartitionSpec) -> Any:
     """The array as `target` says; what the devices hold apart is scattered first where it ends up spread.
 
@@ -148,7 +161,9 @@ def move(array: Any, target: PartitionSpec) -> Any:
     different lengths at once XLA takes for one another. Nor are some given up together with others taken.
     """
     mine = named(jax.typeof(array))
-    if mine is None or spec(jax.typeof(array)) == target:
+    if mine is None:  # on no mesh, such as a constant: all devices have it
+        return reshard(array, target) if axes_of(target.partitions) or target.unreduced | target.reduced else array
+    if spec(jax.typeof(array)) == target:
         return array
     extra, added = mine.spec.unreduced - target.unreduced, target.unreduced - mine.spec.unreduced
     if extra and added:
@@ -193,6 +208,19 @@ def typed(array: Any, aval: Any) -> Any:
     if named(aval) is None or named(jax.typeof(array)) is not None:
         return conform(array, aval, TOGETHER)
     return reshard(array, spec(aval))
+
+
+def there(array: Any, aval: Any) -> Any:
+    """An array, or a scalar, on the mesh that a type names, if that is made Auto within the one at hand."""
+    sharding, own = away(aval), named(jax.typeof(array))
+    if sharding is None or own is None or own.mesh == sharding.mesh:
+        return array
+    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions[: array.ndim])))
+
+
+def here(array: Any, aval: Any) -> Any:
+    """The inverse: an array from such a mesh on the one at hand, spread as a type says."""
+    return array if away(jax.typeof(array)) is None else reshard(array, spec(aval))
 
 
 def settle(array: Any, aval: Any, apart: Apart, dtype: Any = None) -> Any:

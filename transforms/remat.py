@@ -122,7 +122,9 @@ def remat(name: str, names: Sequence[str] = ()) -> Remat | None:
             raise ValueError(f"cannot remat by {name!r}: give sqrt, or full or offload for every so many: full/4.")
         if nested and not (every.isdigit() and int(every)):
             raise ValueError(f"cannot remat by {name!r}: give a whole number of layers behind the slash: full/4.")
-        return Nested(*(_inputs(policy, f"input of {what}") for what in ("layers", "layer")), int(every or 0) or None)
+        kept = "full" if policy == SQRT else policy
+        group, layer = (_wrapper(kept, held=f"input of {what}") for what in ("layers", "layer"))
+        return Nested(group, layer, int(every or 0) or None)
     cycle: list[str] = []
     for part in map(str.strip, name.split(",")):
         policy, star, times = part.partition("*")
@@ -130,7 +132,7 @@ def remat(name: str, names: Sequence[str] = ()) -> Remat | None:
         if policy not in CHOICES or policy == SQRT or count < 1:
             raise ValueError(f"cannot remat by {part!r}: it is not a policy. Choose one of {', '.join(CHOICES)}.")
         cycle += [policy] * count
-    wrappers = {policy: _wrapper(policy, tuple(names), alone=len(set(cycle)) == 1) for policy in cycle}
+    wrappers = {policy: _wrapper(policy, tuple(names), len(set(cycle)) == 1) for policy in cycle}
     if len(wrappers) == 1:
         return wrappers[cycle[0]]
     return Cycle(tuple(cycle), tuple(wrappers[policy] for policy in cycle))
@@ -173,10 +175,10 @@ def scan_layers(
     """
     if any(map(in_host, jax.tree.leaves(stacked))):
         body = fetching(body)
-    if unroll and remat is None:
-        return jax.lax.scan(body, carry, stacked, unroll=True)
-    if remat is None or not isinstance(remat, Cycle | Nested):
-        return jax.lax.scan(body if remat is None else remat(body), carry, stacked)
+    if remat is None:
+        return jax.lax.scan(body, carry, stacked, unroll=unroll)
+    if not isinstance(remat, Cycle | Nested):
+        return jax.lax.scan(remat(body), carry, stacked)
     count = jax.tree.leaves(stacked)[0].shape[0]
     if isinstance(remat, Nested):
         every = min(count, remat.every or math.isqrt(count - 1) + 1)
@@ -210,17 +212,11 @@ def _scan_groups(group, rest, carry, stacked, every: int, whole: int) -> tuple[A
     return carry, made[0] if len(made) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
 
 
-def _inputs(policy: str, name: str = "input of layer") -> Wrapper:
-    """Return the wrapper that keeps what a body of a scan is given: on the device, or in host memory by that name."""
-    if policy != OFFLOAD:
-        return Policy(functools.partial(jax.checkpoint, policy=_policies.nothing_saveable))
-
-    def offloaded(body, **how):
-        # The name is inside: of what is named outside, a copy would be kept.
-        named = lambda carry, given: body(jax.tree.map(lambda leaf: _in_parts(leaf, name), carry), given)
-        return jax.checkpoint(named, policy=BY_NAME["offload_names"]([name]), **how)
-
-    return Policy(offloaded)
+def _offloaded(body, name: str, **how):
+    """Return the body of a scan, wrapped to keep what it is given in host memory, by that name."""
+    # The name is inside: of what is named outside, a copy would be kept.
+    named = lambda carry, given: body(jax.tree.map(lambda leaf: _in_parts(leaf, name), carry), given)
+    return jax.checkpoint(named, policy=BY_NAME["offload_names"]([name]), **how)
 
 
 def _in_parts(leaf, name: str):
@@ -237,11 +233,11 @@ def _in_parts(leaf, name: str):
     return jnp.concatenate([checkpoint_name(part, name) for part in jnp.split(leaf, parts, axis=dim)], axis=dim)
 
 
-def _wrapper(policy: str, names: tuple[str, ...], alone: bool) -> Wrapper | None:
+def _wrapper(policy: str, names: tuple[str, ...] = (), alone: bool = True, held: str = "input of layer") -> Any:
     if policy == "none":
         return None
     if policy == OFFLOAD:
-        return _inputs(policy)
+        return Policy(functools.partial(_offloaded, name=held))
     if policy in POLICIES:
         return Policy(functools.partial(jax.checkpoint, policy=POLICIES[policy]), alone)
     if not names:

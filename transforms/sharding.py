@@ -29,17 +29,8 @@ AXES: Axes = {
     "T": ("data", "expert", "context"),
     "S": ("context",),
     "E": ("expert",),
-    "V": ("model",),
-    "F": ("model",),
-    "f": ("model",),
-    "P": ("model",),
-    "U": ("model",),
-    "N": ("model",),
-    "K": ("model",),
-    "k": ("model",),
-    "c": ("model",),
-    "D": ("data",),
-    "Y": ("data",),
+    **dict.fromkeys("VFfPUNKkc", ("model",)),
+    **dict.fromkeys("DY", ("data",)),
 }
 NAMES = ("data", "expert", "context", "model")  # the model axis speaks most, so its devices are neighbours
 _TOKENS, _STACKED = set("BST"), set("LE")
@@ -116,20 +107,18 @@ def spec_of(
         while names and size % math.prod(mesh.shape[name] for name in names):
             names = names[:-1]
         taken |= set(names)
-        parts.append(names[0] if len(names) == 1 else names or None)
+        parts.append(names)
     return PartitionSpec(*parts)
 
 
 def uneven(dims: Mapping[str, int], sizes: Mapping[str, int], axes: Axes = AXES) -> list[str]:
     """Say which dimensions of parameters stay whole because axes of these sizes do not divide them."""
-    lost = []
-    for letter, size in dims.items():
-        lost += [
-            f"{letter}={size} stays whole: {axis}={sizes[axis]} does not divide it"
-            for axis in axes.get(letter, ())
-            if size % sizes.get(axis, 1)
-        ]
-    return lost
+    return [
+        f"{letter}={size} stays whole: {axis}={sizes[axis]} does not divide it"
+        for letter, size in dims.items()
+        for axis in axes.get(letter, ())
+        if size % sizes.get(axis, 1)
+    ]
 
 
 def explicit() -> bool:
@@ -149,11 +138,7 @@ def constrain(x: Shaped[Array, "..."], letters: str, axes: Axes = AXES) -> Shape
     mesh = jax.sharding.get_abstract_mesh()
     if not any(axis in mesh.shape for letter in letters.split() for axis in axes.get(letter, ())):
         return x
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    free = {
-        letter: tuple(axis for axis in named if kinds.get(axis) is not AxisType.Manual)
-        for letter, named in axes.items()
-    }
+    free = {letter: tuple(axis for axis in names if axis not in mesh.manual_axes) for letter, names in axes.items()}
     spec = spec_of(letters, x.shape, mesh, free)
     return place(x, spec) if explicit() else jax.lax.with_sharding_constraint(x, spec)
 
@@ -218,21 +203,13 @@ def _result(pattern: str, x: Any, weight: Any) -> PartitionSpec | None:
     lead = "0123456789"[: len(of_x) - len(left.replace("...", ""))]
     left, output = left.replace("...", lead), output.replace("...", lead)
     cut_x, cut_weight = dict(zip(left, of_x, strict=True)), dict(zip(right, of_weight, strict=True))
-    taken = {axis for letter in output for axis in axes_of([cut_x.get(letter)])}
-    parts = []
-    for letter in output:
-        part = cut_x[letter] if letter in cut_x else cut_weight[letter]
-        if letter not in cut_x:
-            free = tuple(axis for axis in axes_of([part]) if axis not in taken)
-            taken |= set(free)
-            part = free[0] if len(free) == 1 else free or None
-        parts.append(part)
-    return PartitionSpec(*parts)
+    taken = axes_of(cut_x.get(letter) for letter in output)
+    free = {letter: tuple(axis for axis in axes_of([part]) if axis not in taken) for letter, part in cut_weight.items()}
+    return PartitionSpec(*((free | cut_x)[letter] for letter in output))
 
 
 def _padded(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
-    parts = tuple(spec.partitions) if hasattr(spec, "partitions") else tuple(spec)
-    return parts + (None,) * (ndim - len(parts))
+    return spec.partitions + (None,) * (ndim - len(spec.partitions))
 
 
 def sharding_of(mesh: Mesh, letters: str | Sequence[str], shape: Sequence[int], axes: Axes = AXES) -> NamedSharding:

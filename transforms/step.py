@@ -178,7 +178,6 @@ def norm(grads: PyTree, stacked: PyTree | None = None) -> Float[Array, ""]:
     leaves, square = jax.tree.leaves(grads), lambda leaf: jnp.sum(jnp.square(fetch(leaf).astype(jnp.float32)))
     stacks = [False] * len(leaves) if stacked is None else jax.tree.leaves(stacked)
     by_layer = lambda leaf: jax.lax.map(square, leaf).sum()
-    squares = [
-        (by_layer if stack and in_host(leaf) else square)(leaf) for leaf, stack in zip(leaves, stacks, strict=True)
-    ]
+    both = zip(leaves, stacks, strict=True)
+    squares = [(by_layer if stack and in_host(leaf) else square)(leaf) for leaf, stack in both]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))

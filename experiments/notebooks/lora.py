@@ -33,7 +33,7 @@ code = "".join(inspect.getsource(module) for module in (inspect, textwrap, tempf
 english = "\n".join(topics[name] for name in sorted(topics))
 rows = lambda text: np.frombuffer(text.encode(), np.uint8)[: len(text.encode()) // 129 * 129].reshape(-1, 129)
 code, english = rows(code), rows(english)
-held_out, english = jnp.array(english[:32], jnp.int32), english[32:]
+held_out, english = jnp.array(english[:16], jnp.int32), english[16:]
 
 
 def cross_entropy(head, hidden, labels):
@@ -50,7 +50,7 @@ def fit(model, text, steps, rate, trainable=all_parameters):
     state = State.init(jax.tree.map(jnp.copy, model), optimizer, trainable)  # a step reuses its state's memory
     draw, step = np.random.default_rng(0), None
     for _ in range(steps):
-        batch = jnp.array(text[draw.integers(len(text), size=8)], jnp.int32)
+        batch = jnp.array(text[draw.integers(len(text), size=4)], jnp.int32)
         step = step or compile_step(make_train_step(loss, optimizer, trainable), batch, state)
         state, _ = step(batch, state)
     return state.model

@@ -196,26 +196,24 @@ def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[
         return []
     import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     pictures = {
-        "loss.png": lambda: _loss(plt, records, known, directory.name),
-        "memory.png": lambda: _memory(plt, records, known, directory.name),
-        "speed.png": lambda: _speed(plt, records, directory.name),
-        "rate.png": lambda: _rate(plt, records, directory.name),
+        "loss.png": lambda: _loss(records, known, directory.name),
+        "memory.png": lambda: _memory(records, known, directory.name),
+        "speed.png": lambda: _speed(records, directory.name),
+        "rate.png": lambda: _rate(records, directory.name),
     }
-    with plt.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, make in pictures.items():
-            figure = make()
-            figure.savefig(directory / name)
-            plt.close(figure)
+            make().savefig(directory / name)
     return list(pictures)
 
 
-def _figure(plt: Any, width: float, height: float, columns: int = 1, **spaces: float) -> Any:
-    """Return a figure with fixed margins: to find the best ones takes longer than to draw."""
-    figure, axes = plt.subplots(1, columns, figsize=(width, height))
+def _figure(width: float, height: float, columns: int = 1, **spaces: float) -> Any:
+    """Return a figure with fixed margins, as to find the best ones takes longer than to draw; and of no window."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    axes = figure.subplots(1, columns)
     inches = {"left": 0.85, "right": 0.3, "bottom": 0.65, "top": 0.65, "between": 0.9} | spaces
     left, right = inches["left"] / width, 1 - inches["right"] / width
     each = (right - left - (columns - 1) * inches["between"] / width) / columns
@@ -225,7 +223,7 @@ def _figure(plt: Any, width: float, height: float, columns: int = 1, **spaces: f
     return figure, axes
 
 
-def _loss(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
+def _loss(records: list[Record], known: dict[str, Any], name: str) -> Any:
     in_bits = any(record.bits_per_byte is not None for record in records)
     field, unit = ("bits_per_byte", "bits per byte") if in_bits else ("loss", "nats per token")
     own = not in_bits and any(record.held_out_objective is not None for record in records)
@@ -233,7 +231,7 @@ def _loss(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> 
     text = "pairs" if known["paired"] else "text"
     train = _series(records, field)
     held_out = _series(records, "held_out_objective" if own else f"held_out_{field}")
-    figure, axes = _figure(plt, 7.2, 4.4)
+    figure, axes = _figure(7.2, 4.4)
     if len(train[0]):
         smooth = len(train[0]) >= 40
         axes.plot(*train, color=BLUE, alpha=0.25 if smooth else 1, lw=1 if smooth else 1.8, label="each step")
@@ -266,10 +264,10 @@ def _below(axes: Any) -> None:
     axes.legend(**below, ncols=5, fontsize=9, columnspacing=1.2, handlelength=1.2)
 
 
-def _memory(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
+def _memory(records: list[Record], known: dict[str, Any], name: str) -> Any:
     """Draw what the compiled step takes, part by part, beside the untiled one; and what the process was seen to use."""
     totals = [sum(parts.values()) for parts in known["bars"].values()]
-    figure, (left, right) = _figure(plt, 11, 4.4, 2, left=0.4, bottom=1.1)
+    figure, (left, right) = _figure(11, 4.4, 2, left=0.4, bottom=1.1)
     size, unit = _unit(max(totals))
     _bars(left, known, size, unit)
     left.set_title(f"{name}: the step as compiled" if len(totals) == 1 else f"{name}: the step, tiled and not")
@@ -345,9 +343,9 @@ def _used(axes: Any, records: list[Record], known: dict[str, Any]) -> None:
     axes.set(title="used by the process" if known["process"] else "in use on the device", xlabel="step", ylabel=unit)
 
 
-def _speed(plt: Any, records: list[Record], name: str) -> Any:
+def _speed(records: list[Record], name: str) -> Any:
     """Draw the throughput, and where the time went, per step."""
-    figure, (left, right) = _figure(plt, 11, 3.8, 2)
+    figure, (left, right) = _figure(11, 3.8, 2)
     steps, speed = _series(records, "tokens_per_second")
     if len(steps):
         steady = steps > steps[0] if len(steps) > 2 else steps > 0  # in a run's first step much happens once
@@ -369,9 +367,9 @@ def _speed(plt: Any, records: list[Record], name: str) -> Any:
     return figure
 
 
-def _rate(plt: Any, records: list[Record], name: str) -> Any:
+def _rate(records: list[Record], name: str) -> Any:
     """Draw the learning rate and the gradient's norm."""
-    figure, (left, right) = _figure(plt, 11, 3.4, 2)
+    figure, (left, right) = _figure(11, 3.4, 2)
     for axes, field in ((left, "learning_rate"), (right, "grad_norm")):
         steps, values = _series(records, field)
         axes.plot(steps, values, color=BLUE, lw=1.5, marker="o" if len(steps) < 40 else None, ms=4)

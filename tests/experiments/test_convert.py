@@ -7,6 +7,7 @@ import pytest
 import zoo
 from experiments import convert
 from experiments.data.tokenizer import open_tokenizer, train_bpe
+from tests.tiny import same
 from zoo import adapters
 from zoo.adapters import lora
 from zoo.quantised import quantise
@@ -28,10 +29,6 @@ def folder(tmp_path_factory):
 def stay(monkeypatch):
     """Leave this process's JAX as it is."""
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-
-
-def same(one, other) -> bool:
-    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), one, other))
 
 
 def test_a_copy_is_exact_and_has_its_tokenizer(folder, tmp_path, capsys):

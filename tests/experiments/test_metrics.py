@@ -169,14 +169,12 @@ def test_no_picture_is_drawn_of_nothing(made, tmp_path):
 def drawn(draw, *args):
     """The texts of a picture; those that are cut off, and those that lie over others."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    with plt.rc_context(plots.STYLE):
-        figure = draw(plt, *args)
-        figure.canvas.draw()
+    with matplotlib.rc_context(plots.STYLE):
+        figure = draw(*args)
+        FigureCanvasAgg(figure).draw()
     found = [text for axes in figure.axes for text in axes.findobj(Text) if text.get_text() and text.get_visible()]
     words = " ".join(text.get_text().replace("\n", " ") for text in found)
     ticks = {id(label) for axes in figure.axes for label in [*axes.get_xticklabels(), *axes.get_yticklabels()]}
@@ -184,7 +182,6 @@ def drawn(draw, *args):
     width, height = figure.canvas.get_width_height()
     outside = [text for text, b in boxes.items() if not (min(b.x0, b.y0) >= 0 and b.x1 <= width and b.y1 <= height)]
     over = [(one, other) for one in boxes for other in boxes if one < other and boxes[one].overlaps(boxes[other])]
-    plt.close(figure)
     return words, outside, over
 
 

@@ -22,7 +22,6 @@ from tests import quick
 from tests.experiments.test_tiled import resolved
 from transforms.offload import by_layers, in_host
 
-pytestmark = pytest.mark.optimised
 BOTH = "hardware.offload=params,optimizer"
 
 
@@ -43,6 +42,7 @@ def trained(*words, model="tiny_llama", steps=2):
     return losses, state
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -140,6 +140,7 @@ def test_a_run_goes_on_in_the_other_memory(start, tmp_path):
         np.testing.assert_allclose(weight, moves[name], rtol=0, atol=2e-6)
 
 
+@pytest.mark.optimised
 def test_a_device_that_is_not_here_holds_none_of_it():
     """State that is in place: beside it the host has no more than the gradients."""
     if not importlib.util.find_spec("jax_cuda12_plugin"):

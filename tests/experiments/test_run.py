@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 
-import jax
 import pytest
 import yaml
 
@@ -20,6 +19,7 @@ from experiments.commandline import schema
 from experiments.results import summary
 from tests.experiments.runs import FILES, MICRO, rows
 from tests.quick import FLAGS
+from tests.tiny import same
 from zoo import adapters
 from zoo.adapters import lora
 from zoo.quantised import quantise
@@ -150,9 +150,9 @@ def test_an_adapter_is_trained_alone_and_saved_by_itself_and_merged(start, tmp_p
     plain = zoo.load(tmp_path / "base" / "weights")
     merged = lora.merge(adapters.load(tmp_path / "low" / "adapter", plain))
     saved = zoo.load(tmp_path / "low" / "weights")
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), merged, saved))
-    assert not bool((saved.layers.q == plain.layers.q).all())
-    assert bool((saved.embed == plain.embed).all())
+    assert same(merged, saved)
+    assert not same(saved.layers.q, plain.layers.q)
+    assert same(saved.embed, plain.embed)
     assert start(weights, "adapter=lora", "adapter.targets=query") == 2
     assert (
         "bad value adapter.targets=query: LoRA cannot be attached: `query` matches no matrix" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_an_adapter_is_trained_over_weights_in_fewer_bits(start, tmp_path, capsy
         lora.merge(adapters.load(tmp_path / "low" / "adapter", base)),
         zoo.load(tmp_path / "low" / "weights"),
     )
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), merged, saved))
+    assert same(merged, saved)
     capsys.readouterr()
     assert start(*words) == 2
     assert "model.quantise=as_stored: matrices in fewer bits do not move. Train an adapter" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: every group composes, every slip gets one line that names what was meant, and JAX stays out."""
+"""The command line: every slip gets one line that names what was meant, and JAX stays out."""
 
 import dataclasses
 import subprocess
@@ -10,32 +10,6 @@ import yaml
 from experiments import configs
 from experiments.commandline import schema
 from experiments.results import directory
-
-PAIRS = {key: ["data=preference"] for key in ("dpo", "ipo", "simpo", "orpo")}
-NEEDED = {
-    **PAIRS,
-    "text": ["data.path=x"],
-    "tokens": ["data.path=x"],
-    "preference": ["objective=dpo"],
-    "sft": ["data=chat"],
-    "grain": ["data.dataset=x:y"],
-    "distill": ["objective.teacher=x"],
-}
-
-
-def needed(group, option):
-    return [f"{group}.fn=x:y"] if option == "custom" else NEEDED.get(option, [])
-
-
-# Those of `model`, which are as many again, are composed where their sizes are read (tests/test_readme.py).
-OPTIONS = [(group, option) for group in schema.GROUPS if group != "model" for option in schema.options(group)]
-
-
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes(group, option):
-    config, choices = schema.compose([f"{group}={option}", *needed(group, option)])
-    assert choices[group] == option
-    assert dataclasses.is_dataclass(getattr(config, group))
 
 
 def test_the_main_job_composes():

@@ -54,8 +54,10 @@ def drawn(name):
 
 
 def gradients(config, name):
+    """As numpy arrays: to compare jax's, each shape would be compiled for."""
     loss = Programs(config).loss
-    return eqx.filter_jit(eqx.filter_value_and_grad(lambda model, batch: loss(model, batch)[0]), **FAST)(*drawn(name))
+    found = eqx.filter_jit(eqx.filter_value_and_grad(lambda model, batch: loss(model, batch)[0]), **FAST)(*drawn(name))
+    return jax.device_get(found)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Help lists every option that there is, each with the value that it has where nothing is said."""
+"""Every option composes, and help lists all that there are, each with the value that it has where nothing is said."""
 
 import dataclasses
 import os
@@ -101,13 +101,16 @@ OPTIONS = [(group, option) for group in schema.GROUPS if group != "model" for op
 OPTIONS += [("model", option) for option in ("tiny", "gemma3_1b", "tiny_mixtral", "llama3_2_1b")]
 
 
-def test_an_options_help_has_its_own_options_and_values():
-    for group, option in OPTIONS:
-        config, _ = schema.compose([f"{group}={option}", *needed(group, option)])
-        found = listed(usage.help_text("config", [f"{group}={option}"]))
-        own = {key for key in values(config) if key.startswith(f"{group}.")}
-        assert own - {"model.rope_scaling"} <= set(found), (group, option)
-        assert not {key: text for key, text in found.items() if key in own and not said(key, text, config)}
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_composes_and_its_help_has_its_own_options_and_values(group, option):
+    """Of `model` some: all are composed where their sizes are read (tests/test_readme.py)."""
+    config, choices = schema.compose([f"{group}={option}", *needed(group, option)])
+    assert choices[group] == option
+    assert dataclasses.is_dataclass(getattr(config, group))
+    found = listed(usage.help_text("config", [f"{group}={option}"]))
+    own = {key for key in values(config) if key.startswith(f"{group}.")}
+    assert own - {"model.rope_scaling"} <= set(found)
+    assert not {key: text for key, text in found.items() if key in own and not said(key, text, config)}
 
 
 def test_what_is_auto_is_chosen_for_the_user():

@@ -51,7 +51,7 @@ def test_a_program_says_why_it_has_no_plan_without_raising():
 
 
 def test_rewrites_that_leave_what_they_look_for_come_to_an_end(monkeypatch):
-    unchanging = driver.Pass("unchanging", lambda work, found: True, "")
+    unchanging = driver.Pass("unchanging", lambda work, found: True)
     monkeypatch.setattr(driver, "ALWAYS", (unchanging,))
     with pytest.raises(TileError, match=r"leave something to rewrite, the last ones unchanging, .*defect.*report"):
         tile(lambda x: jnp.sin(x).sum(), 0, 2)(jnp.ones(8))

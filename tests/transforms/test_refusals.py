@@ -19,7 +19,7 @@ from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import WHOLE, Tiled
-from transforms.tiling.rules import RULES, gather
+from transforms.tiling.rules import RULES, indexing
 from transforms.tiling.rules.random import ONE_STREAM
 
 L, D = 10, 3
@@ -165,7 +165,7 @@ def reasons():
             if name in ("Complete", "refuse_partial", "Factors"):
                 texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
                 yield from (t for t in texts if " " in t and not t.rstrip().endswith("."))
-    yield from (gather.ARBITRARY, ONE_STREAM)
+    yield from (indexing.ARBITRARY, ONE_STREAM)
 
 
 def test_every_reason_has_a_case():

@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from tests.tiny import same
 from tests.zoo import hf_tiny
 from tests.zoo.test_weights import EMBED, failure, rewrite
 from zoo import load, save
@@ -151,7 +152,7 @@ def test_the_text_part_of_a_multimodal_folder_is_read(prefix, case, tmp_path):
     _as_multimodal(folder, prefix, PARTS[case])
     again = load(folder)
     assert again.config == whole.config
-    assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(whole, eqx.is_array))
+    assert same(eqx.filter(again, eqx.is_array), eqx.filter(whole, eqx.is_array))
 
 
 def test_a_gemma_4_that_sees_by_a_matrix_is_read_for_its_text(tmp_path):
@@ -164,7 +165,7 @@ def test_a_gemma_4_that_sees_by_a_matrix_is_read_for_its_text(tmp_path):
     text = {key: value for key, value in raw["text_config"].items() if key != "hidden_size_per_layer_input"}
     raw |= {"model_type": "gemma4_unified", "text_config": text | {"model_type": "gemma4_unified_text"}}
     (folder / "config.json").write_text(json.dumps(raw))
-    assert eqx.tree_equal(load(folder), whole)
+    assert same(load(folder), whole)
 
 
 # Qwen's models that see, as transformers makes them: what their text part has beside `SEEING`, and their vision.
@@ -224,7 +225,7 @@ def test_texts_of_qwens_that_see_are_read_as_transformers_reads_them(kind, tied,
     text |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(text | raw))
     rewrite(tmp_path / "theirs", _experts_turned)  # as those of Qwen 3 are on the hub
-    assert eqx.tree_equal(load(tmp_path / "theirs"), model)
+    assert same(load(tmp_path / "theirs"), model)
 
 
 def _experts_turned(tensors):
@@ -249,7 +250,7 @@ def test_experts_that_a_folder_has_together_are_read_one_by_one(tmp_path):
         tensors["mtp.fc.weight"] = np.zeros((2, 3), np.float32)
 
     rewrite(folder, together)
-    assert eqx.tree_equal(load(folder), whole)
+    assert same(load(folder), whole)
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Explicit,))
     spread = load(folder, mesh=mesh)
     assert all(np.array_equal(one, other) for one, other in zip(*map(jax.tree.leaves, (spread, whole)), strict=True))
@@ -262,7 +263,7 @@ def test_what_gemma_3n_hears_and_keys_that_nothing_reads_are_left(tmp_path):
     names = ("k_proj", "v_proj", "k_norm")
     unread = {f"model.layers.4.self_attn.{name}.weight": some for name in names} | {"model.embed_audio.x": some}
     rewrite(folder, lambda tensors: tensors.update(unread))
-    assert eqx.tree_equal(load(folder), whole)
+    assert same(load(folder), whole)
     rewrite(folder, lambda tensors: tensors.update({"model.layers.4.self_attn.x_proj.weight": some}))
     assert "unexpected: model.layers.4.self_attn.x_proj.weight" in failure(folder)
 

@@ -61,17 +61,19 @@ def _loss(model, tokens, targets, **how):
     return loss + model.forward(tokens, zoo.ForwardPass()).balance if isinstance(model, zoo.Mixture) else loss
 
 
+_gradients = eqx.filter_jit(eqx.filter_value_and_grad(_loss), **QUICK)  # for all: of one device, it is compiled once
+
+
 def _same_on_mesh(model, sizes, axes, atol=2e-6, rtol=1e-6, **how):
     batch = _batch()
-    loss = lambda model, *batch: _loss(model, *batch, **how)
-    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss), **QUICK)(model, *batch)
+    value, grads = _gradients(model, *batch, **how)
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
         spread = on_mesh(model, mesh, axes)
         where = sharding_of(mesh, "B S", batch[0].shape, axes)
         place = lambda array: jax.device_put(array, where)
         how = jax.tree.map(place, how)
-        got, got_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss), **QUICK)(spread, *map(place, batch))
+        got, got_grads = _gradients(spread, *map(place, batch), **how)
         for parameter, grad in zip(jax.tree.leaves(spread), jax.tree.leaves(got_grads), strict=True):
             assert jax.typeof(grad) == jax.typeof(parameter)
     np.testing.assert_allclose(got, value, rtol=rtol)
@@ -138,8 +140,11 @@ def test_learned_positions_and_biased_experts_are_the_same_on_a_mesh(name, layou
     """Biases and positions begin at zero, which would hide what happens to them."""
     model = zoo.model_class(OTHERS[name]).init(OTHERS[name], key=jax.random.key(0))
     leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [leaf + 0.05 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    rng = np.random.default_rng(1)
+    leaves = [
+        jnp.asarray(leaf + np.float32(0.05) * rng.standard_normal(leaf.shape, np.float32))
+        for leaf in map(np.asarray, leaves)
+    ]
     sizes, axes = LAYOUTS[layout] if isinstance(layout, str) else (layout, AXES)
     _same_on_mesh(jax.tree.unflatten(tree, leaves), sizes, axes)
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.tiny import same
 from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import jit, loaded, loss_fn
 from transforms.step import State, make_train_step
@@ -185,9 +186,9 @@ def test_folders_keep_adapters(case, tmp_path):
     if hasattr(model.config, "num_experts"):  # whose gate and up have one A there, of both ranks
         np.testing.assert_allclose(LOSS(again)[1], LOSS(model)[1], atol=1e-5)
         adapters.save(again, tmp_path / "again")
-        assert eqx.tree_equal(adapters.load(tmp_path / "again", loaded(case)), again)
+        assert same(adapters.load(tmp_path / "again", loaded(case)), again)
     else:
-        assert eqx.tree_equal(model, again)
+        assert same(model, again)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
     if case == "gemma_mqa":
@@ -224,7 +225,7 @@ def test_layers_of_one_module_may_have_other_ranks(tmp_path):
     assert settings["rank_pattern"] == {r"model\.layers\.(0|1|2)\.mlp\.gate_proj(\.weight)?": 2}
     again = adapters.load(tmp_path, loaded("qwen3_5"))
     assert [part.a.shape[-1] for _, part in lora.adapted(again)] == [3, 2]
-    assert eqx.tree_equal(again, model)
+    assert same(again, model)
 
 
 @pytest.mark.parametrize("case", ["gemma3", "qwen3_5"])
@@ -237,7 +238,7 @@ def test_the_text_part_of_an_adapter_of_a_multimodal_model_is_read(case, tmp_pat
     renamed = {name.replace("model.layers", "model.language_model.layers"): a for name, a in load_file(file).items()}
     renamed["base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"] = np.zeros((3, 8), np.float32)
     save_file(renamed, file)
-    assert eqx.tree_equal(adapters.load(tmp_path, loaded(case)), model)
+    assert same(adapters.load(tmp_path, loaded(case)), model)
 
 
 OWN = {
@@ -336,7 +337,7 @@ def test_mlps_beside_experts_are_parameters_too(tmp_path):
     assert settings["target_parameters"] == sorted(f"mlp.{name}" for name in names)
     assert settings["target_modules"] == ["o_proj"]
     again = adapters.load(tmp_path, loaded("deepseek_v3"))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), lora.merge(model), lora.merge(again)))
+    assert same(lora.merge(model), lora.merge(again))
 
 
 def test_an_adapter_of_other_experts_does_not_belong(tmp_path):
@@ -454,7 +455,7 @@ def test_every_kind_is_the_formula_of_its_paper(kind, tmp_path):
     np.testing.assert_allclose(LOSS(model)[1], LOSS(lora.merge(model))[1], atol=5e-5)
     adapters.save(model, tmp_path / "again")
     again = adapters.load(tmp_path / "again", loaded("llama2"))
-    assert eqx.tree_equal(model, again)
+    assert same(model, again)
 
 
 def test_an_adapted_head_brings_its_base(tmp_path):

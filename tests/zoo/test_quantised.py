@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import zoo
+from tests.tiny import same
 from tests.zoo import hf_tiny
 from transforms.sharding import make_mesh, sharding_of
 from zoo import load
@@ -405,11 +406,11 @@ def test_gpt_oss_is_read_in_four_bits(tmp_path):
         np.testing.assert_array_equal(theirs.numpy(), whole)
     _rewrite(plain, lambda _: values, None, **sizes)
     _rewrite(quantised, lambda _: held, {"quant_method": "mxfp4"}, **sizes)
-    assert eqx.tree_equal(load(quantised), load(plain))
+    assert same(load(quantised), load(plain))
     kept = load(quantised, quantise="as_stored")
     assert kept.layers.gate.values.dtype == jnp.uint8 and not isinstance(kept.layers.q, Quantised)
     assert kept.layers.gate.shape == load(plain).layers.gate.shape
-    assert eqx.tree_equal(_plain(kept), load(plain))
+    assert same(_plain(kept), load(plain))
     ids = jnp.asarray(hf_tiny.tokens(), jnp.int32)
     np.testing.assert_allclose(hf_tiny.jit(kept)(ids), hf_tiny.jit(load(plain))(ids), atol=2e-5)
     for abstract, made in zip(
@@ -553,7 +554,7 @@ def test_settings_of_model_optimizer_may_be_in_a_file_of_their_own(tmp_path):
     (folder / "config.json").write_text(json.dumps(raw))
     told = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": {"quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(told))
-    assert eqx.tree_equal(load(folder, quantise="as_stored"), expected)
+    assert same(load(folder, quantise="as_stored"), expected)
 
 
 def test_settings_may_be_those_of_the_text_part(tmp_path):
@@ -565,7 +566,7 @@ def test_settings_may_be_those_of_the_text_part(tmp_path):
     assert "quantization_config" in text
     raw = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "mm_tokens_per_image": 256}
     (folder / "config.json").write_text(json.dumps(raw))
-    assert eqx.tree_equal(load(folder, quantise="as_stored"), expected)
+    assert same(load(folder, quantise="as_stored"), expected)
 
 
 def test_four_bits_that_do_not_make_equal_groups_are_refused_by_name(tmp_path):
@@ -585,7 +586,7 @@ def test_biases_of_zeros_that_a_model_has_none_of_change_nothing(tmp_path):
     _rewrite(folder, lambda held: held | own, settings)
     plain = load(folder)
     _rewrite(folder, lambda held: held | {f"{name}.bias": np.zeros(48, np.float16)}, settings)
-    assert eqx.tree_equal(load(folder), plain)
+    assert same(load(folder), plain)
     _rewrite(folder, lambda held: held | {f"{name}.bias": np.ones(48, np.float16)}, settings)
     with pytest.raises(ValueError, match=f"unexpected: {name}.bias"):
         load(folder)

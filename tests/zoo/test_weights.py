@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from tests.tiny import same
 from tests.zoo import hf_tiny
 from tests.zoo.test_configs import SMALL
 from zoo import Gemma, GemmaConfig, load, save
@@ -52,7 +53,7 @@ def test_load_inverts_save_bit_for_bit(name, dtype, tmp_path):
     save(model, tmp_path / "out")
     again = load(tmp_path / "out")
     assert jax.tree.structure(again.layers) == jax.tree.structure(model.layers)
-    assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(model, eqx.is_array))
+    assert same(eqx.filter(again, eqx.is_array), eqx.filter(model, eqx.is_array))
 
 
 def test_weights_in_the_memory_of_the_host_are_written_too(tmp_path):
@@ -94,7 +95,7 @@ def test_save_shards_at_the_limit_with_an_index(folder, tmp_path):
             assert sorted(json.loads(opened.metadata()["sha256"])) == sorted(opened.keys())
         assert sum(sizes) <= limit or len(sizes) == 1
     assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-    assert eqx.tree_equal(load(tmp_path / "out"), model)
+    assert same(load(tmp_path / "out"), model)
 
 
 def test_save_replaces_the_model_of_a_folder_and_keeps_other_files(folder, tmp_path):
@@ -103,7 +104,7 @@ def test_save_replaces_the_model_of_a_folder_and_keeps_other_files(folder, tmp_p
     (out / "tokenizer.json").write_text("{}")
     save(model, out)
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert eqx.tree_equal(load(out), model)
+    assert same(load(out), model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
@@ -149,7 +150,7 @@ def test_load_reads_what_transformers_saves(case, tmp_path):
     model = load(tmp_path / "out")
     expected = load(hf_tiny.write(case, tmp_path / "in", ml_dtypes.bfloat16))
     assert model.embed.dtype == jnp.bfloat16
-    assert eqx.tree_equal(eqx.filter(model, eqx.is_array), eqx.filter(expected, eqx.is_array))
+    assert same(eqx.filter(model, eqx.is_array), eqx.filter(expected, eqx.is_array))
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)])
@@ -163,7 +164,7 @@ def test_load_stores_in_the_dtype_asked_for_or_the_one_on_disk(folder, dtype, st
 def test_load_reads_large_tensors_in_pieces(folder, monkeypatch):
     whole = load(folder)
     monkeypatch.setattr("zoo.huggingface.tensors._CHUNK", 48 * 7)
-    assert eqx.tree_equal(load(folder), whole)
+    assert same(load(folder), whole)
 
 
 def test_a_second_copy_of_the_tied_head_and_old_rotary_buffers_are_accepted(folder):
@@ -174,7 +175,7 @@ def test_a_second_copy_of_the_tied_head_and_old_rotary_buffers_are_accepted(fold
             {"lm_head.weight": t[EMBED].copy(), "model.layers.0.self_attn.rotary_emb.inv_freq": t[EMBED][0]}
         ),
     )
-    assert eqx.tree_equal(load(folder), whole)
+    assert same(load(folder), whole)
 
 
 @pytest.mark.parametrize("other", [lambda w: w + np.float32(1), lambda w: w[:-1], lambda w: w.astype(np.float16)])
@@ -206,7 +207,7 @@ def test_folders_of_bare_models_heads_alone_and_64_bits_are_read(case, change, t
     folder = hf_tiny.write(case, tmp_path)
     whole = load(folder)
     rewrite(folder, change)
-    assert eqx.tree_equal(load(folder), whole)
+    assert same(load(folder), whole)
 
 
 @pytest.mark.parametrize("case", ["llama32", "gemma3"])
@@ -218,7 +219,7 @@ def test_a_head_that_is_not_the_embedding_unties_the_model(case, tmp_path):
     assert not model.config.tied
     np.testing.assert_array_equal(model.head, 2 * model.embed)
     save(model, tmp_path / "again")
-    assert eqx.tree_equal(load(tmp_path / "again"), model)
+    assert same(load(tmp_path / "again"), model)
 
 
 def test_every_wrong_tensor_is_named_in_one_error(folder):

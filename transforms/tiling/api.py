@@ -26,27 +26,22 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jaxtyping import DTypeLike
 
-from transforms.layout import shares
-from transforms.tiling.analysis.propagate import analyse
+from transforms.layout import unreduced
 from transforms.tiling.autodiff.derive import call
-from transforms.tiling.autodiff.program import Options, Program, collections_paused, looked_into
+from transforms.tiling.autodiff.program import Options, Program, by_shares, collections_paused, looked_into
 from transforms.tiling.inputs import meshes
 from transforms.tiling.inputs.axes import is_array, place, rows
 from transforms.tiling.ir.dependence import depend
 from transforms.tiling.ir.errors import explained, tracing
-from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.graph import Node, describe
+from transforms.tiling.ir.graph import describe
 from transforms.tiling.ir.jaxprs import axis_names, equations
-from transforms.tiling.ir.obstacles import Obstacle
-from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
-from transforms.tiling.primitives import has, having
-from transforms.tiling.regions import shard_map
+from transforms.tiling.ir.placement import WHOLE, Placement
+from transforms.tiling.primitives import has
 from transforms.tiling.report.plan import TilePlan, explain, fewest, read_budget
 
 GATHER = ("small", "any", "none")
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()  # `fn` may be left out, `axis` not
 SYNC = ("once", "tile")
-MOVES = having("respreads", "devices")
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -324,7 +319,7 @@ class Needed(Exception):
 
 
 class Captured(Exception):
-    """The function closes over values of a trace around the call: what is planned holds for this call alone."""
+    """The function closes over what no program of its own can: what is planned holds for this call alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,7 +471,8 @@ class Tracer:
         self, call: Call, arrays: Sequence[Any], numbers: Sequence[Any], cached: bool = False
     ) -> tuple[Form, list[Any]]:
         traced = self._trace(call, arrays, numbers)
-        if cached and any(isinstance(c, JaxTracer) for c in traced.consts):
+        # Of what devices hold parts of a program has no constants.
+        if cached and any(isinstance(c, JaxTracer) or unreduced(jax.typeof(c)) for c in traced.consts):
             raise Captured
         return traced.form, traced.run([*arrays, *map(jnp.asarray, numbers)])
 
@@ -518,18 +514,17 @@ class Tracer:
         options = functools.partial(Options, **told, named=vmapped(jaxpr))
         if self._is_one_tile(total):
             return Program(jaxpr, places, options(total=total, size=max(1, total)))
-        shares = spread_over(jaxpr, places, options(total=total, size=total))
-        places = split(places, shares)
-        total //= shares  # the mesh divides it: each device walks its own share
+        places, each = by_shares(jaxpr, places, options(total=total, size=total))
+        total = each.total
 
         def make(size: int) -> Program:
-            return Program(jaxpr, places, options(total=total, size=size, shares=shares))
+            return Program(jaxpr, places, dataclasses.replace(each, size=size))
 
         if self.n == "auto":
             assert self.budget is not None
             return fewest(make, total, rows, self.budget)
         if self.size is not None:
-            return make(min(total, max(1, self.size // shares)))
+            return make(min(total, max(1, self.size // each.shares)))
         assert isinstance(self.n, int)
         return make(-(-total // self.n))
 
@@ -574,40 +569,7 @@ def _stop_aux(result: Any) -> Any:
     return out, jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, aux)
 
 
-def split(placements: Sequence[Placement], shares: int) -> tuple[Placement, ...]:
-    """The placements of arguments whose cut axis is spread over so many devices."""
-    return tuple(dataclasses.replace(p, major=shares) if isinstance(p, Tiled) else p for p in placements)
-
-
 def vmapped(closed: ClosedJaxpr) -> tuple[tuple[Any, int], ...]:
     """The axes of `jax.vmap` around that a function names, and their lengths."""
     of_mesh = jax.sharding.get_abstract_mesh().manual_axes
     return tuple((name, lax.axis_size(name)) for name in axis_names({"jaxpr": closed}).difference(of_mesh))
-
-
-def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: Options) -> int:
-    """Over how many devices the cut axis is spread, in the arguments or where the function spreads it."""
-    cuts = [shares(v, p.dim) for v, p in zip(closed.in_avals, placements, strict=True) if isinstance(p, Tiled)]
-    known, before = math.lcm(*cuts), 0
-    while known != before and options.total % known == 0:
-        before = known
-        anyhow = dataclasses.replace(options, total=options.total // known, gather="any")
-        program = Program(closed, split(placements, known), anyhow)
-        if not any(node.name in MOVES for node in program.graph.nodes):
-            break
-        found = analyse(program.graph, program.placements, program.limits)
-        if isinstance(found, Obstacle):
-            break  # to be told when it is planned
-        cut = [(v, f.placement) for v, f in found.facts.items() if isinstance(f.placement, Tiled)]
-        known = math.lcm(known, *(n for v, p in cut if p.major % (n := shares(v.aval, p.dim))))
-        known = math.lcm(known, *(n for node in program.graph.nodes for n in _shared(node, found)))
-    return before or known
-
-
-def _shared(node: Node, found: Analysis) -> list[int]:
-    """Over how many devices a `shard_map` spreads the cut dimensions of its operands that are not known to be."""
-    if not has(node.name, "devices"):
-        return []
-    places = [(i, found.fact(v).placement) for i, v in enumerate(node.inputs)]
-    counts = [(p, shard_map.share(node, node.params["in_specs"][i], p.dim)) for i, p in places if isinstance(p, Tiled)]
-    return [n for p, n in counts if p.major % n]

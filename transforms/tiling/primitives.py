@@ -73,11 +73,10 @@ from __future__ import annotations
 
 TABLE = """
 dynamic_update_slice                                    | choosing exact in_place
-layout_constraint relayout xla_metadata_value           | alias
+layout_constraint pvary relayout xla_metadata_value     | alias
 agreed                                                  | agreed
 cumulative                                              | running
 optimization_barrier                                    | exact apart
-pvary                                                   | alias
 copy                                                    | alias moving rescales typed rearranges level
 name                                                    | alias moving typed names
 named                                                   | alias moving typed
@@ -192,27 +191,10 @@ def has(name: str, word: str) -> bool:
 
 # ------------------------------------------------------------------------------------------- calls, and linear operands
 
-# Call-like primitives whose body may stand in their place: the parameter that holds the body.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "composite": "jaxpr",
-    "eval_jaxpr": "jaxpr",
-    "xla_metadata_call": "jaxpr",
-    "tiled": "call_jaxpr",  # lower.atomic
-}
+# Call-like primitives whose body may stand in their place (that of `tiled` is in `lower.atomic`).
+CALLS = "jit pjit closed_call core_call call composite eval_jaxpr xla_metadata_call tiled".split()
 # The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
-CUSTOM_CALLS = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_vmap_call": "call",
-    "linear_call": "callee",
-    "remat_opt": "fwd_jaxpr",
-}
+CUSTOM_CALLS = "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call linear_call remat_opt".split()
 # Equinox's and Lineax's own, with rules for everything; what they compute is a program of others.
 IMPLEMENTED = ("maybe_set", "vprim", "linear_solve")
 SOLVE = "custom_linear_solve"  # the same, with several bodies

@@ -15,12 +15,11 @@ from typing import Any
 from transforms import layout
 from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.analysis.halo import even, plus, union
-from transforms.tiling.analysis.limits import FEWER, Limits, human, too_large
 from transforms.tiling.analysis.sizes import check_whole
 from transforms.tiling.ir.facts import Analysis, grain
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import How, Loop, Online, Ref, Schedule, Step, Update
-from transforms.tiling.ir.obstacles import Obstacle, Refusal
+from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.ir.walks import flops
 from transforms.tiling.mesh.sums import leaves_auto
@@ -44,7 +43,7 @@ def schedule(analysis: Analysis, online: Mapping[Value, Online]) -> Schedule | O
         eager = _settle(analysis, online, eager=True)
         if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
-    obstacle = check_begun(analysis, loops, limits) or check_whole(analysis, loops, planner.requested, limits, online)
+    obstacle = check_whole(analysis, loops, planner.requested, limits, online)
     return obstacle or Schedule(analysis, loops, planner.late)
 
 
@@ -91,19 +90,6 @@ def region(analysis: Analysis, wants: Sequence[Placement], effects: bool = True)
         if node.effects and effects:
             planner.emit(planner.effect(node), 0, loop)
     return loop, refs
-
-
-def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> Refusal | None:
-    """Refuse to store states that take more than the largest input or output."""
-    for value in (u.value for loop in loops for u in loop.updates):
-        if isinstance(analysis.fact(value).placement, Stacked) and value.nbytes > limits.bound:
-            node = value.producer
-            if node is None or limits.gather == "any":
-                continue
-            where = f"the recurrence at {node.where}"
-            why = "what follows runs the other way, so the state that each tile begins with would have to be stored"
-            return Refusal(too_large(limits, where, why, f"states: {value}, {human(value.nbytes)}", FEWER))
-    return None
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,8 +160,8 @@ class Planner:
         """The first loop that can run a node."""
         if node.outputs:
             return max(self.analysis.fact(v).stage for v in node.outputs)
-        whole = self.analysis.inputs | self.analysis.resident
-        waits = [v not in whole and (node, i) in self.analysis.completed for i, v in enumerate(node.inputs)]
+        there, completed = self.analysis.is_there, self.analysis.completed
+        waits = [not there(v) and (node, i) in completed for i, v in enumerate(node.inputs)]
         return max(self.analysis.fact(v).stage + late for v, late in zip(node.inputs, waits, strict=True))
 
     def effect(self, node: Node) -> Ref:
@@ -194,7 +180,7 @@ class Planner:
             if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
                 continue
             self.requested[value] = d
-            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.resident:
+            if self.analysis.is_whole(value) or value in self.analysis.resident:
                 stack.extend(self.analysis.needs(node))
             elif self.sinks(value):
                 self.late.add(value)
@@ -216,8 +202,7 @@ class Planner:
         Where that is no smaller; and of a product wherever the whole sum may be held: a tile's part may be 0 where the
         sum is not, and 0 times infinity is no number.
         """
-        node = value.producer
-        assert node is not None
+        node = value.maker
         placements = [self.analysis.fact(v).placement for v in node.inputs]
         if not has(node.name, "adding"):  # these count an operand that is whole by then once, in the same sum
             completed = self.analysis.completed
@@ -241,8 +226,7 @@ class Planner:
         stack = [value]
         while stack:
             part = stack.pop()
-            node = part.producer
-            assert node is not None
+            node = part.maker
             move = self.analysis.moves[node]
             readers = [n for n in self.readers.get(part, []) if not self.late.issuperset(n.outputs)]
             alone = len(readers) <= (part is not value)
@@ -351,9 +335,8 @@ class Planner:
 
     def expand(self, ref: Ref) -> tuple[Node, Move]:
         """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
-        node = ref.value.producer
-        assert node is not None
-        whole = ref.value.aval is not None and isinstance(self.analysis.fact(ref.value).placement, Whole)
+        node = ref.value.maker
+        whole = ref.value.aval is not None and self.analysis.is_whole(ref.value)
         if not whole or isinstance(ref.want, Whole):
             return node, self.analysis.moves[node]
         assert isinstance(ref.want, Tiled)

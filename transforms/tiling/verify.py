@@ -18,13 +18,14 @@ import jax
 
 from transforms.layout import like, named, varying
 from transforms.tiling.analysis import rounding
-from transforms.tiling.autodiff.policy import keeps
+from transforms.tiling.analysis.sizes import tile_bytes
 from transforms.tiling.ir.facts import Analysis, Outlined, Region
 from transforms.tiling.ir.graph import Graph, Node, Value, describe
 from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
-from transforms.tiling.ir.placement import ALONE, Partial, Placement, Reach, Span, Stacked, Tiled, Whole, wide
+from transforms.tiling.ir.placement import ALONE, Partial, Placement, Reach, Stacked, Tiled, Whole, wide
 from transforms.tiling.rules import Move
+from transforms.tiling.schedule import keeps
 
 
 def verify(plan: Schedule) -> None:
@@ -64,17 +65,17 @@ def graph_faults(graph: Graph) -> Iterator[str]:
     for node in graph.nodes:
         for i, value in enumerate(node.inputs):
             if value not in defined and value.const is None:
-                yield f"graph: operand {i} of {at(node)}, {value}, {_missing(value, nodes)}"
+                yield f"graph: operand {i} of {node}, {value}, {_missing(value, nodes)}"
         for i, value in enumerate(node.outputs):
             if value.producer is not node or value.index != i:
-                yield f"graph: result {i} of {at(node)}, {value}, names another producer"
+                yield f"graph: result {i} of {node}, {value}, names another producer"
             if value in defined:
-                yield f"graph: result {i} of {at(node)}, {value}, is defined twice"
+                yield f"graph: result {i} of {node}, {value}, is defined twice"
         defined.update(node.outputs)
     for node in graph.nodes:  # what a state comes from is computed after the state is read
         total = None if node.state is None else node.state.yielded
         if total is not None and total not in defined:
-            yield f"graph: what {at(node)} is left with, {total}, {_missing(total, nodes)}"
+            yield f"graph: what {node} is left with, {total}, {_missing(total, nodes)}"
     for i, value in enumerate(graph.outputs):
         if value not in defined and value.const is None:
             yield f"graph: output {i}, {value}, {_missing(value, nodes)}"
@@ -84,11 +85,7 @@ def _missing(value: Value, nodes: set[Node]) -> str:
     if value.producer is None:
         return "is neither an input nor a constant"
     where = "comes only later" if value.producer in nodes else "is not in the graph any more"
-    return f"is made by {at(value.producer)}, which {where}"
-
-
-def at(node: Node) -> str:
-    return f"`{node.name}` at {node.where}"
+    return f"is made by {value.producer}, which {where}"
 
 
 def type_faults(analysis: Analysis) -> Iterator[str]:
@@ -116,14 +113,14 @@ def _type_faults(analysis: Analysis, node: Node, operands: list[Any]) -> Iterato
         return  # an equation of our own, which only loops can run
     except Exception as error:  # whatever a primitive says of operands that do not fit
         said = next(iter(str(error).splitlines()), type(error).__name__)
-        yield f"types: {at(node)} does not take {', '.join(map(str, node.inputs))}: {said}"
+        yield f"types: {node} does not take {', '.join(map(str, node.inputs))}: {said}"
         return
     for value, result in zip(node.outputs, made, strict=True):
         dtypes = {result.dtype}
         if analysis.limits is not None and isinstance(analysis.fact(value).placement, Partial):
             dtypes.add(wide(result.dtype, analysis.limits.options.accumulate))  # as it is formed
         if value.shape != result.shape or value.dtype not in dtypes:
-            yield f"types: {at(node)} makes {describe(jax.typeof(result))}, said to be {value}"
+            yield f"types: {node} makes {describe(jax.typeof(result))}, said to be {value}"
 
 
 def _is_plain(node: Node) -> bool:
@@ -142,23 +139,23 @@ def fact_faults(analysis: Analysis, size: int) -> Iterator[str]:
     for node in analysis.graph.nodes:
         move = analysis.moves.get(node)
         if move is None:
-            yield f"facts: {at(node)} has no move"
+            yield f"facts: {node} has no move"
             continue
         if len(move.ins) != len(node.inputs) or len(move.outs) != len(node.outputs):
-            yield f"facts: {at(node)} moves {len(move.ins)} operands and {len(move.outs)} results, and has others"
+            yield f"facts: {node} moves {len(move.ins)} operands and {len(move.outs)} results, and has others"
             continue
         for i, value in enumerate(node.outputs):
             known = analysis.fact(value).placement
             if known != move.outs[i]:
-                yield f"facts: result {i} of {at(node)} moves to {move.outs[i]}, and stands at {known}"
-            yield from _placement_faults(analysis, f"result {i} of {at(node)}", value, known, size)
+                yield f"facts: result {i} of {node} moves to {move.outs[i]}, and stands at {known}"
+            yield from _placement_faults(analysis, f"result {i} of {node}", value, known, size)
         yield from _operand_faults(analysis, node, move)
         if node.state is not None:
             begun = node.state.checkpoints
             known = analysis.fact(begun).placement
-            yield from _placement_faults(analysis, f"what {at(node)} begins with", begun, known, size)
+            yield from _placement_faults(analysis, f"what {node} begins with", begun, known, size)
         for body in move.bodies if isinstance(move, Region) else ():
-            yield from (f"in {at(node)}: {fault}" for fault in (*graph_faults(body.graph), *fact_faults(body, size)))
+            yield from (f"in {node}: {fault}" for fault in (*graph_faults(body.graph), *fact_faults(body, size)))
 
 
 def _operand_faults(analysis: Analysis, node: Node, move: Move) -> Iterator[str]:
@@ -166,11 +163,11 @@ def _operand_faults(analysis: Analysis, node: Node, move: Move) -> Iterator[str]
         known = analysis.fact(value).placement
         free = isinstance(known, Whole) or value in analysis.resident or (node, i) in analysis.completed
         if known != want and not free:
-            yield f"facts: {at(node)} reads operand {i} as {want}, which stands at {known}"
+            yield f"facts: {node} reads operand {i} as {want}, which stands at {known}"
         if isinstance(known, Tiled) and isinstance(want, Whole) and (node, i) not in analysis.completed and not free:
-            yield f"facts: {at(node)} reads operand {i} whole, which is cut and was not completed"
+            yield f"facts: {node} reads operand {i} whole, which is cut and was not completed"
         if (reach := move.reach.get(i, ALONE)) != ALONE and not isinstance(want, Tiled):
-            yield f"facts: {at(node)} reads {reach} rows beside operand {i}, which is not cut"
+            yield f"facts: {node} reads {reach} rows beside operand {i}, which is not cut"
 
 
 def _placement_faults(analysis: Analysis, name: str, value: Value, placement: Placement, size: int) -> Iterator[str]:
@@ -233,11 +230,11 @@ def _unready(plan: Schedule, value: Value, ready: set[Value]) -> Iterator[str]:
         if node is None:
             yield "which is neither an input nor a constant"
         elif node not in plan.analysis.moves:
-            yield f"which needs {at(node)}, of which nothing is known"
-        elif isinstance(plan.analysis.fact(value).placement, Whole) or value in {*plan.analysis.resident, *plan.late}:
+            yield f"which needs {node}, of which nothing is known"
+        elif plan.analysis.is_whole(value) or value in {*plan.analysis.resident, *plan.late}:
             stack += plan.analysis.needs(node)
         else:
-            yield f"which needs {value} of {at(node)} whole, and no loop before leaves it"
+            yield f"which needs {value} of {node} whole, and no loop before leaves it"
 
 
 def _step_faults(plan: Schedule, loop: Loop, ready: set[Value]) -> Iterator[str]:
@@ -260,14 +257,14 @@ def _step_faults(plan: Schedule, loop: Loop, ready: set[Value]) -> Iterator[str]
 
     def of(step: Step) -> Iterator[str]:
         for ref in step.refs:
-            yield from missing(ref, at(step.node))
+            yield from missing(ref, str(step.node))
 
     for step in loop.steps:
         yield from of(step)
         if (known := step.node.state) is not None:
             state = known.yielded
             if state not in left and known.checkpoints not in ready:
-                yield f"{at(step.node)} reads the state {state}, which the loop does not leave"
+                yield f"{step.node} reads the state {state}, which the loop does not leave"
         made.update(dict.fromkeys(step.keys, step.halo))
     for update in loop.updates:
         for term in update.terms:
@@ -291,9 +288,8 @@ def footprint_faults(plan: Schedule) -> Iterator[str]:
     limits = analysis.limits
     assert limits is not None, "a body is not planned by itself"
     outputs = {*analysis.graph.outputs}
-    span = Span(0, plan.options.size, limits.options.total)
     for number, loop in enumerate(plan.loops, 1):
-        tile = _tile_bytes(span, loop)
+        tile = tile_bytes(loop, plan.options.span)
         for value in (u.value for u in loop.updates):
             placement = analysis.fact(value).placement
             kept = value.producer is not None and keeps(limits.options.policy, value.producer)
@@ -309,14 +305,6 @@ def footprint_faults(plan: Schedule) -> Iterator[str]:
     for c in analysis.completions:
         if isinstance(c.placement, Tiled) and not limits.allow(c.value) and not _is_named_whole(analysis, c.value):
             yield f"completed {c}: {c.value.nbytes} bytes; {limits.bound} may be whole"
-
-
-def _tile_bytes(span: Span, loop: Loop) -> int:
-    """The bytes of the largest cut array that a tile of a loop holds."""
-    made = [key for step in loop.steps for key in step.keys] + [(r.value, r.want) for r in loop.refs]
-    cut = [(v, p) for v, p in made if isinstance(p, Tiled)]
-    sizes = (v.nbytes * span.local_shape(v.shape, p)[p.dim] // max(1, v.shape[p.dim]) for v, p in cut)
-    return max(sizes, default=0)
 
 
 def _is_named_whole(analysis: Analysis, value: Value) -> bool:

@@ -29,7 +29,7 @@ def check(found: Analysis, node: Node, move: Move) -> Obstacle | None:
     if not move.reach:
         return None
     limits = found.limits
-    cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
+    cut = [i for i, v in enumerate(node.inputs) if found.is_cut(v)]
     cut = [i for i in cut if (node, i) not in found.completed]
     # Where what it reads so is whole already, sliced to go with another operand, that one must be whole too.
     operands = [i for i in cut if i in move.reach] or cut

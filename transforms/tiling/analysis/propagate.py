@@ -100,8 +100,7 @@ def _place_states(found: Analysis) -> None:
     for node in found.graph.nodes:
         if (state := node.state) is None or state.yielded is None:
             continue
-        stage, begun = max(found.fact(v).stage for v in (node.outputs[0], state.yielded)), state.checkpoints.producer
-        assert begun is not None
+        stage, begun = max(found.fact(v).stage for v in (node.outputs[0], state.yielded)), state.checkpoints.maker
         placement = Stacked(begun.params["size"])
         found.facts[state.checkpoints] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
         found.moves[begun] = Move((placement,), (WHOLE,))
@@ -194,11 +193,11 @@ def _group(found: Analysis, node: Node, move: Move) -> Obstacle | None:
     limits, together = found.limits, math.lcm(found.grain, grain(move))
     if limits is not None and together > found.grain:
         size = limits.options.size
-        if -(-size // together) * together > (limits.longest or 2 * size):
+        if -(-size // together) * together > limits.longest:
             if node.name in REMAT:
                 return Inline(node)
             why = f"keeps {grain(move)} rows together, and tiles have {size}"
-            cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
+            cut = [i for i, v in enumerate(node.inputs) if found.is_cut(v)]
             if cut:
                 return Complete(cut, why)
             return Refusal(f"cannot tile {node}: it {why}.\n  Take fewer, longer tiles.")
@@ -225,12 +224,12 @@ def _check_reads(found: Analysis, node: Node, move: Outlined) -> Sink | None:
     limits = found.limits
     if limits is None or limits.gather == "any":
         return None
-    cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
-    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.resident) or limits.allow(node.inputs[i]))]
+    cut = [i for i in move.constants if found.is_cut(node.inputs[i])]
+    large = [i for i in cut if not (found.is_there(node.inputs[i]) or limits.allow(node.inputs[i]))]
     wanted = [node.inputs[i] for i in large]
 
     def is_source(value: Value) -> bool:
-        cut = value.producer is not None and isinstance(found.fact(value).placement, Tiled)
+        cut = value.producer is not None and found.is_cut(value)
         return not cut or value in found.resident or (limits.allow(value) and value not in wanted)
 
     made = closure(wanted, lambda value: () if is_source(value) else operands(value))
@@ -292,7 +291,7 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, any_size: 
     value, limits = node.inputs[operand], found.limits
     fact = found.fact(value)
     assert not isinstance(fact.placement, Whole), (node, operand, reason)
-    if value in (found.inputs | found.resident) and isinstance(fact.placement, Tiled) and limits is not None:
+    if found.is_there(value) and isinstance(fact.placement, Tiled) and limits is not None:
         found.completed[node, operand] = reason
         return Fact(WHOLE, fact.stage)  # it is whole to begin with
     if limits is None:

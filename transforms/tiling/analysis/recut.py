@@ -13,7 +13,7 @@ from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Promote
-from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.rules import RULES, Move, partial, pulled, tiled
 
 DEPTH = 50  # how far back a value's computation is followed
@@ -51,8 +51,8 @@ def recut(
 
 
 def _may_be_whole(found: Analysis, value: Value) -> bool:
-    whole = isinstance(found.fact(value).placement, Whole) or value in (found.inputs | found.resident)
-    return whole or found.limits is None or found.limits.allow(value)
+    there = found.is_whole(value) or found.is_there(value)
+    return there or found.limits is None or found.limits.allow(value)
 
 
 def _follow(

@@ -159,8 +159,8 @@ class Walk:
     def __init__(self, found: Analysis, read: Iterable[Value] = ()):
         self.found = found
         # Of cut values that are `read` as an earlier loop stored them, or whole, what they have copies of.
-        self.held = {v: frozenset(self._held(v)) for v in read if self._cut(v)}
-        whole = {node.inputs[i] for node, i in found.completed if self._cut(node.inputs[i])} - found.inputs
+        self.held = {v: frozenset(self._held(v)) for v in read if self.found.is_cut(v)}
+        whole = {node.inputs[i] for node, i in found.completed if self.found.is_cut(node.inputs[i])} - found.inputs
         self.whole = {v: frozenset(_sources(v)) for v in whole}
         kept = [n for n in found.graph.nodes if has(n.name, "stored")]
         self.stored = {n.outputs[0]: self.whole[n.inputs[0]] for n in kept if n.inputs[0] in self.whole}
@@ -197,7 +197,7 @@ class Walk:
     def disagreement(self, met: Meeting, held: Mapping[Value, frozenset[Value]]) -> Disagreement:
         """What breaks the rule, and which of the stored copies that are `held` a loop is to compute again for it."""
         node, value = met
-        read = closure(filter(self._cut, node.inputs), lambda v: filter(self._cut, operands(v)))
+        read = closure(filter(self.found.is_cut, node.inputs), lambda v: filter(self.found.is_cut, operands(v)))
         limits = self.found.limits
         assert limits is not None, "no body is planned by itself"
         again = frozenset(v for v in read if value in held.get(v, ())) - limits.again
@@ -209,11 +209,8 @@ class Walk:
         known = self.known.get(value, Origin())
         if (node, number) in self.found.completed:
             return Origin(copies=known.copies | self.whole.get(value, frozenset()))
-        kept = value in (self.found.inputs | self.found.resident) or not self._cut(value)
-        return Origin(copies=known.copies) if kept else known
-
-    def _cut(self, value: Value) -> bool:
-        return isinstance(self.found.fact(value).placement, Tiled)
+        computed = self.found.is_cut(value) and not self.found.is_there(value)
+        return known if computed else Origin(copies=known.copies)
 
     def _visit(
         self, node: Node, reads: list[Origin], known: dict[Value, Origin], outs: Iterable[Placement]
@@ -249,15 +246,19 @@ class Walk:
     def _held(self, value: Value) -> Iterator[Value]:
         """The values whose elements a cut value has, or has been computed from."""
         yield from _sources(value)
-        for made in closure([value], lambda v: filter(self._cut, operands(v))):
+        for made in closure([value], lambda v: filter(self.found.is_cut, operands(v))):
             if made.producer is not None and made.producer.name in COPYING:
-                yield from (w for v in made.producer.inputs if self._cut(v) and _inexact(v) for w in _sources(v))
+                yield from self._elements(made.producer.inputs)
 
     def _copies(self, node: Node) -> Iterator[Value]:
         """The values computed tile by tile copies of whose elements are known once a loop has ended."""
         known = [i for i, p in enumerate(self.found.moves[node].outs) if not isinstance(p, Tiled)]
         if known:
-            yield from (w for v in _copied(node, known) if self._cut(v) and _inexact(v) for w in _sources(v))
+            yield from self._elements(_copied(node, known))
+
+    def _elements(self, values: Iterable[Value]) -> Iterator[Value]:
+        """The values whose elements those of some values are that are computed tile by tile."""
+        return (w for v in values if self.found.is_cut(v) and _inexact(v) for w in _sources(v))
 
 
 def _met(reads: Iterable[Origin]) -> frozenset[Value]:
@@ -401,8 +402,8 @@ def _varies(value: Value) -> bool:
     return _inexact(value) and constant(value) is None
 
 
-def _inexact(value: Value) -> bool:
-    return jax.dtypes.issubdtype(value.dtype, np.inexact)
+def _inexact(value: Any) -> bool:
+    return jax.dtypes.issubdtype(value.aval.dtype, np.inexact)
 
 
 def _narrow(value: Value) -> bool:
@@ -483,7 +484,5 @@ def _zero(value: Value) -> bool:
 
 
 def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:
-    inexact = [jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in ins]
-    if has(name, "casts"):
-        return any(inexact) and not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in outs)
-    return name in DISCONTINUOUS and any(inexact)
+    jumps = not any(map(_inexact, outs)) if has(name, "casts") else name in DISCONTINUOUS
+    return jumps and any(map(_inexact, ins))

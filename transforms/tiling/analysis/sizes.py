@@ -12,7 +12,7 @@ from transforms.tiling.ir.graph import Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Inline, Obstacle, Promote, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Span, Stacked, Tiled
 from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
@@ -29,23 +29,23 @@ def check_whole(
     What is made of an accumulator, such as an `online` sum, may be as large as that: wider than what it ends in.
     """
     for loop in loops:
-        if (refusal := _check_sums(analysis, loop, limits)) is not None:
+        if (refusal := _check_written(analysis, loop, limits)) is not None:
             return refusal
     found: dict[Value, tuple[Node, str]] = {}
     reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
     for node, ref in reads:
-        if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
+        if ref.how == "slice" and ref.value.producer and analysis.is_whole(ref.value):
             found.setdefault(ref.value, (node, "reads, tile by tile, a value that is made whole"))
     sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
     sources |= {n.inputs[i] for n, i in analysis.completed if _is_input(analysis, n, n.inputs[i])}
     grown = depends(analysis.graph, sources) if sources else set()
     for value in requested:
-        if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
+        if value in grown and value.producer and analysis.is_whole(value):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
             outlined = isinstance(analysis.moves[value.producer], Outlined)
             if not outlined and (refusal := _check_inside(analysis, value.producer, limits)) is not None:
                 return refusal
-    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
+    whole = {v for v in (*found, *requested) if analysis.is_whole(v)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
     free = needed | _finished(analysis, online)
     made = lambda v: v not in free and all(f.producer or f.const is not None for f in _forms([v]))
@@ -62,21 +62,31 @@ def check_whole(
     return None
 
 
-def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | None:
-    """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds."""
-    span = limits.options.span
-    made = [(v, p) for step in loop.steps for v, p in step.keys] + [(r.value, r.want) for r in loop.refs]
-    # What a step adds straight to its accumulator is no array of the tile.
-    tile = max((nbytes(v.aval, span.local_shape(v.shape, p)) for v, p in made if isinstance(p, Tiled)), default=0)
-    for update in loop.updates:
-        value, placement = update.value, analysis.fact(update.value).placement
-        node = value.producer
-        if node is None or not isinstance(placement, Partial) or limits.accumulate(value, tile):
+def _check_written(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | None:
+    """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds.
+
+    And to store states that take more than the largest input or output.
+    """
+    tile = tile_bytes(loop, limits.options.span)
+    for value in (u.value for u in loop.updates):
+        node, placement = value.producer, analysis.fact(value).placement
+        if node is None:
             continue
-        why = "the tiles add up to an array that is larger than they are"
-        array = f"sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}"
-        return Refusal(too_large(limits, str(node), why, array, FEWER))
+        if isinstance(placement, Stacked) and value.nbytes > limits.bound and limits.gather != "any":
+            where = f"the recurrence at {node.where}"
+            why = "what follows runs the other way, so the state that each tile begins with would have to be stored"
+            return Refusal(too_large(limits, where, why, f"states: {value}, {human(value.nbytes)}", FEWER))
+        if isinstance(placement, Partial) and not limits.accumulate(value, tile):
+            why = "the tiles add up to an array that is larger than they are"
+            array = f"sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}"
+            return Refusal(too_large(limits, str(node), why, array, FEWER))
     return None
+
+
+def tile_bytes(loop: Loop, span: Span) -> int:
+    """The bytes of the largest cut array that a tile holds: what a step adds straight to its accumulator is none."""
+    made = [key for step in loop.steps for key in step.keys] + [(r.value, r.want) for r in loop.refs]
+    return max((nbytes(v.aval, span.local_shape(v.shape, p)) for v, p in made if isinstance(p, Tiled)), default=0)
 
 
 def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
@@ -123,8 +133,7 @@ def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
 
 def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
     """Whether a cut value that a node reads whole was whole all along."""
-    cut = isinstance(analysis.fact(value).placement, Tiled)
-    return cut and value in (analysis.inputs | analysis.resident) and not isinstance(analysis.moves[node], Outlined)
+    return analysis.is_cut(value) and analysis.is_there(value) and not isinstance(analysis.moves[node], Outlined)
 
 
 def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | None:

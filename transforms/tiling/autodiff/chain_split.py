@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from transforms.layout import like, times, varying
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
+from transforms.tiling.autodiff.custom_rules import replaced
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Value
 from transforms.tiling.ir.obstacles import Obstacle
-from transforms.tiling.ir.placement import Partial, Whole
+from transforms.tiling.ir.placement import Partial
 from transforms.tiling.ir.walks import ancestors, closure, depends, mixes, operands
 
 
@@ -38,7 +39,7 @@ class Separation:
         inputs = self.graph.inputs
 
         def known(chosen: Sequence[Any]) -> dict[Value, Any]:
-            return dict(zip(inputs, args, strict=True)) | {inputs[i]: x for i, x in zip(active, chosen, strict=True)}
+            return dict(zip(inputs, replaced(args, active, chosen), strict=True))
 
         def primal(*chosen: Any) -> Any:
             wanted = [*self.inner, *self.others, *self.graph.outputs]
@@ -84,11 +85,10 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
     if any(node.effects and node.outputs for node in graph.nodes):
         return None  # the outer function would run it again
     found = analyse(graph, placements, limits)
-    if isinstance(found, Obstacle) or not isinstance(found.fact(graph.outputs[out]).placement, Whole):
+    if isinstance(found, Obstacle) or not found.is_whole(graph.outputs[out]):
         return None
-    whole = lambda value: isinstance(found.fact(value).placement, Whole)
-    outer = closure([graph.outputs[out]], lambda value: operands(value) if whole(value) else ())
-    frontier = [v for v in outer if not whole(v) and v not in found.inputs]
+    outer = closure([graph.outputs[out]], lambda value: operands(value) if found.is_whole(value) else ())
+    frontier = [v for v in outer if not found.is_whole(v) and v not in found.inputs]
     reached = {i: depends(graph, {graph.inputs[i]}, differentiably=True) for i in active}
     reach = {v: tuple(i for i in active if v in reached[i]) for v in frontier}
     inner = tuple(v for v in frontier if reach[v])

@@ -43,7 +43,7 @@ def _scales(eqn: Any) -> bool:
         (out,) = eqn.outputs if isinstance(eqn, Node) else eqn.outvars
         known = jnp.finfo(out.aval.dtype)
         return eqn.params["mantissa_bits"] >= known.nmant and eqn.params["exponent_bits"] >= known.nexp
-    return "scales" not in eqn.params or eqn.params["scales"]()
+    return "how" not in eqn.params or eqn.params["how"].scales()
 
 
 def follows_rules(node: Node) -> bool:
@@ -118,20 +118,12 @@ def _rules(
     None in what is to be skipped, nor in those with a `jax.custom_vjp` rule. What a function closes over no rule
     differentiates, and `jax.vmap` forgets what that is: it depends on no such input.
     """
-    operands, _ = followed(jaxpr, [i in active for i in range(len(jaxpr.invars))])
-    for eqn, given in zip(jaxpr.eqns, operands, strict=True):
-        if skip(eqn) or not any(given):
-            continue
-        if eqn.primitive.name.startswith(("custom_vjp", "custom_jvp")):
-            floats = [i for i, v in enumerate(eqn.invars) if given[i] and _is_float(v)]
-            if own := [i for i in floats if i >= eqn.params["num_consts"]]:
-                yield eqn, own
-        if not _is_vjp(eqn):
-            inside = given_inside(eqn, given)
-            for key, param in eqn.params.items():
-                for inner in bodies({key: param}):
-                    known = inside.get(key, [True] * len(inner.invars))
-                    yield from _rules(inner, [i for i, one in enumerate(known) if one], skip)
+    given = [i in active for i in range(len(jaxpr.invars))]
+    for eqn, own in _reached(jaxpr, given, closed=lambda eqn: skip(eqn) or _is_vjp(eqn)):
+        if eqn.primitive.name.startswith(("custom_vjp", "custom_jvp")) and not skip(eqn):
+            floats = [i for i, v in enumerate(eqn.invars) if own[i] and _is_float(v)]
+            if numbers := [i for i in floats if i >= eqn.params["num_consts"]]:
+                yield eqn, numbers
 
 
 def _is_vjp(eqn: Any) -> bool:
@@ -153,22 +145,27 @@ def shares(jaxpr: Any, shared: Sequence[int], mapped: Sequence[int]) -> bool:
 
     `jax.vmap` applies it to the sum of the cotangents of all elements; it may not be linear, or reads what is mapped.
     """
-    found = {id(eqn): known for eqn, *known in _reached(jaxpr, [i in mapped for i in range(len(jaxpr.invars))])}
+    found = {id(eqn): own for eqn, own in _reached(jaxpr, [i in mapped for i in range(len(jaxpr.invars))])}
     for eqn, numbers in _rules(jaxpr, shared, skip=promised):
-        reads, makes = found[id(eqn)]
-        if _is_vjp(eqn) and not makes and (reads or not _linear(_pulled(eqn, numbers))):
+        own = found[id(eqn)]
+        makes = any(results_that_depend(eqn, own))
+        if _is_vjp(eqn) and not makes and (any(own) or not _linear(_pulled(eqn, numbers))):
             return True
     return False
 
 
-def _reached(jaxpr: Any, given: Sequence[bool]) -> Iterator[tuple[Any, bool, bool]]:
-    """Each equation, those of bodies too: whether it reads what depends on inputs `given`, and makes what does."""
+def _reached(
+    jaxpr: Any, given: Sequence[bool], closed: Callable[[Any], bool] = lambda eqn: False
+) -> Iterator[tuple[Any, list[bool]]]:
+    """Each equation, and which of its operands depend on inputs `given`: those of bodies too, but of what is closed."""
     for eqn, own in zip(jaxpr.eqns, followed(jaxpr, given)[0], strict=True):
-        yield eqn, any(own), any(results_that_depend(eqn, own))
+        yield eqn, own
+        if closed(eqn):
+            continue
         inside = given_inside(eqn, own)
         for key, param in eqn.params.items():
             for inner in bodies({key: param}):
-                yield from _reached(inner, inside.get(key, [any(own)] * len(inner.invars)))
+                yield from _reached(inner, inside.get(key, [any(own)] * len(inner.invars)), closed)
 
 
 def _itself(eqn: Any, numbers: Sequence[int]) -> bool:

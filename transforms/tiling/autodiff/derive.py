@@ -197,7 +197,8 @@ def call(program: Program, *args: Any) -> list[Any]:
     def value(*args: Any) -> tuple[Any, ...]:
         again, mapped = lambda *args: call(program, *args), lambda given, name: program.mapped(given, name)
         together = lambda: program.together.traced(*args)
-        return tuple(atomic.call(program.traced(*args), again, lambda: program.scales, mapped, together, *args))
+        how = atomic.How(again, lambda: program.scales, mapped, together)
+        return tuple(atomic.call(program.traced(*args), how, *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}

@@ -74,9 +74,12 @@ class Keeping:
         env = dict(zip(self.graph.inputs, args, strict=True))
         effects = [node for node in self.graph.nodes if node.effects and kept is None]
         for value, array in zip(self.values, kept or [None] * len(self.values), strict=True):
-            if not _seen(value.producer):
-                computed = _named(value.producer, evaluate(env, [value])[0])
-                env[value] = computed if kept is None else swap(computed, array)
+            node = value.producer
+            if node is not None and not _seen(node):
+                (computed,) = evaluate(env, [value])
+                with node.context.manager:
+                    computed = _named(node, computed)
+                    env[value] = computed if kept is None else swap(computed, array)
             elif kept is not None:
                 env[value] = array
         return evaluate(env, self.graph.outputs, effects)

@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -15,32 +16,37 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.stages import Wrapped
 
-from transforms.layout import dual, like, varying
+from transforms.layout import dual, like, shares, varying
 from transforms.tiling.analysis.limits import Limits, gathered, looked_up
+from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.autodiff.chain_split import separate
 from transforms.tiling.autodiff.custom_rules import differentiated, has_custom_vjp, narrow, replaced, ruled, scales
 from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.autodiff.steps import computed_again
 from transforms.tiling.frontend.flatten import evaluate, flatten
-from transforms.tiling.ir.dependence import depend
+from transforms.tiling.ir.dependence import Dependence
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained, rules_explained
-from transforms.tiling.ir.graph import Graph, describe, elements, nbytes
+from transforms.tiling.ir.facts import Analysis
+from transforms.tiling.ir.graph import Graph, Node, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import axis_names, trimmed
 from transforms.tiling.ir.loops import Schedule
-from transforms.tiling.ir.obstacles import Refusal
+from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled, Whole, wide
 from transforms.tiling.ir.walks import ancestors, depends, mixes
 from transforms.tiling.lower import scan
 from transforms.tiling.passes.driver import planned
+from transforms.tiling.primitives import has, having
+from transforms.tiling.regions import shard_map
 from transforms.tiling.schedule import Policy
 
 SMALLEST = 512  # of the second cut's tiles: smaller matrix products run slower
 PIECE = 1 << 20  # bytes of a gradient's piece, at least
 T = TypeVar("T")
 Combine = Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]  # outputs and gradients, of a program's results
+MOVES = having("respreads", "devices")
 NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a loop of unknown length
 
 
@@ -132,6 +138,7 @@ class Program:
     given: tuple[Residuals, int] | None = None  # those of another program, and the first input that holds them
     values: Program | None = None  # another program, whose results are this one's first ones
     cut: Program | None = None  # what runs in its place: the loops of this one, cut along another axis too
+    _derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -210,7 +217,8 @@ class Program:
         sums += [elements(a.shape) * wider(a) for a in whole if self.options.sync == "once"]
         together = sum(elements(a.shape) * wider(a) for a in cut)
         together = max([together, *gathered(self.graph, self.placements, max(largest, together))])
-        return Limits(self.options.gather, largest, self.options, Program, together, max(sums, default=0))
+        summed, longest = max(sums, default=0), 2 * self.options.size
+        return Limits(self.options.gather, largest, self.options, Program, together, summed, longest=longest)
 
     @property
     def run(self) -> Wrapped:
@@ -227,7 +235,7 @@ class Program:
     def mapped(self, given: Sequence[bool], name: Any, differing: bool = True) -> list[bool]:
         """Which results differ along a `jax.vmap` of this name whose arguments `given` do; or depend on these."""
         first = [] if self.values is None else self.values.mapped(given, name, differing)
-        own = [*depend(self.closed, given, name, differing), *[True] * (self.count - len(self.closed.out_avals))]
+        own = [*Dependence(name, differing).of(self.closed, given), *[True] * (self.count - len(self.closed.out_avals))]
         return [*first, *own[len(first) :]]
 
     def traced(self, *args: Any) -> ClosedJaxpr:
@@ -314,10 +322,6 @@ class Program:
         real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (*avals, *(self.closed.in_avals[i] for i in active)))
         return len(avals) == 1 and avals[0].shape == () and real
 
-    @functools.cached_property
-    def _derived(self) -> dict[Any, Any]:
-        return {}
-
     @remembered
     def _joint(self, closed: ClosedJaxpr, active: tuple[int, ...], out: int) -> Program | None:
         """The outputs and the gradients of one; None where JAX has no reverse mode (a loop of unknown length)."""
@@ -347,7 +351,8 @@ class Program:
     @functools.cached_property
     def _steps_again(self) -> ClosedJaxpr | None:
         """The same program with `jax.checkpoint` around the bodies of its scans, unless a policy says what is kept."""
-        return computed_again(self.closed, self.placements, self.limits.largest) if self.keeping is None else None
+        cut = [isinstance(p, Tiled) for p in self.placements]
+        return computed_again(self.closed, cut, self.limits.largest) if self.keeping is None else None
 
     def chosen(
         self,
@@ -464,6 +469,49 @@ class Program:
         return cut_again(self._in_reverse(made), active)
 
 
+# ------------------------------------------------------------------------------------------ a cut axis that is spread
+
+
+def by_shares(
+    closed: ClosedJaxpr, placements: Sequence[Placement], options: Options
+) -> tuple[tuple[Placement, ...], Options]:
+    """How a program is cut whose axis, as long as `options` say, may be spread: each device walks its own share."""
+    count = _spread_over(closed, placements, options)
+    return _split(placements, count), dataclasses.replace(options, total=options.total // count, shares=count)
+
+
+def _split(placements: Sequence[Placement], count: int) -> tuple[Placement, ...]:
+    return tuple(dataclasses.replace(p, major=count) if isinstance(p, Tiled) else p for p in placements)
+
+
+def _spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: Options) -> int:
+    """Over how many devices the cut axis is spread, in the arguments or where the function spreads it."""
+    cuts = [shares(v, p.dim) for v, p in zip(closed.in_avals, placements, strict=True) if isinstance(p, Tiled)]
+    known, before = math.lcm(*cuts), 0
+    while known != before and options.total % known == 0:
+        before = known
+        anyhow = dataclasses.replace(options, total=options.total // known, gather="any")
+        program = Program(closed, _split(placements, known), anyhow)
+        if not any(node.name in MOVES for node in program.graph.nodes):
+            break
+        found = analyse(program.graph, program.placements, program.limits)
+        if isinstance(found, Obstacle):
+            break  # to be told when it is planned
+        cut = [(v, f.placement) for v, f in found.facts.items() if isinstance(f.placement, Tiled)]
+        known = math.lcm(known, *(n for v, p in cut if p.major % (n := shares(v.aval, p.dim))))
+        known = math.lcm(known, *(n for node in program.graph.nodes for n in _shared(node, found)))
+    return before or known
+
+
+def _shared(node: Node, found: Analysis) -> list[int]:
+    """Over how many devices a `shard_map` spreads the cut dimensions of its operands that are not known to be."""
+    if not has(node.name, "devices"):
+        return []
+    places = [(i, found.fact(v).placement) for i, v in enumerate(node.inputs)]
+    counts = [(p, shard_map.share(node, node.params["in_specs"][i], p.dim)) for i, p in places if isinstance(p, Tiled)]
+    return [n for p, n in counts if p.major % n]
+
+
 # ------------------------------------------------------------------------------------------------ a second cut
 
 
@@ -516,8 +564,9 @@ def _outer(program: Program, argument: int, dim: int) -> Program:
     total = avals[argument].shape[dim]
     row = 4 * avals[argument].size // total
     others = max((4 * avals[i].size for i, p in enumerate(program.placements) if isinstance(p, Tiled)), default=0)
-    size = min(total, max(SMALLEST, max(PIECE, others // 4) // row))
     placements = tuple(Tiled(dim) if i == argument else WHOLE for i in range(len(avals)))
     told = program.options
-    options = Options(total, size, told.gather, told.accumulate, named=told.named, sync=told.sync)
-    return Program(program.closed, placements, options, program.wide)
+    options = Options(total, total, told.gather, told.accumulate, named=told.named, sync=told.sync)
+    places, each = by_shares(program.closed, placements, options)
+    size = min(each.total, max(SMALLEST, max(PIECE, others // 4) // (row * each.shares)))
+    return Program(program.closed, places, dataclasses.replace(each, size=size), program.wide)

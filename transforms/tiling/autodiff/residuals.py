@@ -62,7 +62,6 @@ def _rounded(graph: Graph, known: Value, value: Value) -> Value:
     """What is known of a value, in its dtype."""
     if known.dtype == value.dtype:
         return known
-    assert value.producer is not None
-    nodes, (rounded,) = traced(lambda x: x.astype(value.dtype), [known], value.producer)
+    nodes, (rounded,) = traced(lambda x: x.astype(value.dtype), [known], value.maker)
     graph.insert(nodes)
     return rounded

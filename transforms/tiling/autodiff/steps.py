@@ -20,33 +20,27 @@ from transforms.layout import like
 from transforms.tiling.analysis.rounding import compares_inside
 from transforms.tiling.autodiff.custom_rules import follows_rules
 from transforms.tiling.frontend.flatten import evaluate, flatten
-from transforms.tiling.frontend.trace import called
-from transforms.tiling.ir.graph import Graph
-from transforms.tiling.ir.placement import Placement, Tiled
+from transforms.tiling.frontend.trace import Made, called, rewrite_all
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.walks import closure, depends, operands, scan_counts
 from transforms.tiling.passes.sink import sink
 from transforms.tiling.primitives import SCAN
 from transforms.tiling.rules.running import recurrent
 
 
-def computed_again(closed: ClosedJaxpr, placements: Sequence[Placement], largest: int) -> ClosedJaxpr | None:
+def computed_again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJaxpr | None:
     """The same program, of whose scans derivatives keep the state of each step and no more; None if it has no scan.
 
     Nor a product along an axis, whose derivatives are recurrences in it (`rules.running`).
 
     Args:
-        closed: the program.
-        placements: of its inputs.
+        closed: the program; scans within its scans are the same again.
+        given: which of its inputs are cut.
         largest: bytes of a cut value that a scan may read as it is.
     """
-    return _again(closed, [isinstance(p, Tiled) for p in placements], largest)
-
-
-def _again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJaxpr | None:
-    """The same, of inputs of which those `given` are cut; scans within its scans are the same again."""
     graph = flatten(closed, custom=False, remat=True)
     scans = [node for node in graph.nodes if node.name == SCAN]
-    if not _with_recurrences(graph) and not scans:
+    if not rewrite_all(graph, _recurrence) and not scans:
         return None
     cut = depends(graph, {v for v, one in zip(graph.inputs, given, strict=True) if one})
     large = {v for v in cut if v.producer is not None and v.nbytes > largest and not follows_rules(v.producer)}
@@ -56,22 +50,19 @@ def _again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJa
         needed = closure([node.inputs[i] for i in made], lambda v: operands(v) if v in large else ())
         sources = [v for v in needed if v not in large and v.const is None]
         inner = node.params["jaxpr"]
-        body = jaxpr_as_fun(_again(inner, [v in cut for v in node.inputs], largest) or inner)
+        body = jaxpr_as_fun(computed_again(inner, [v in cut for v in node.inputs], largest) or inner)
         sink(graph, node, made, sources, lambda inner, body=body: body(*inner), REMAT)
     effects = [node for node in graph.nodes if node.effects]
     run = lambda *args: evaluate(dict(zip(graph.inputs, args, strict=True)), graph.outputs, effects)
     return jax.make_jaxpr(run)(*(like(a) for a in closed.in_avals))
 
 
-def _with_recurrences(graph: Graph) -> bool:
-    """Let products and cumulative products have derivatives that run along the axis. Returns whether there are any."""
-    changed = False
-    for node in list(graph.nodes):
-        if (run := recurrent(node)) is not None:
-            made = flatten(jax.make_jaxpr(run)(like(node.inputs[0].aval)), custom=False)
-            graph.replace(node, made.nodes, dict(zip(node.outputs, called(made, node.inputs), strict=True)))
-            changed = True
-    return changed
+def _recurrence(node: Node) -> Made:
+    """Products and cumulative products, of which derivatives run along the axis."""
+    if (run := recurrent(node)) is None:
+        return None
+    made = flatten(jax.make_jaxpr(run)(like(node.inputs[0].aval)), custom=False)
+    return made.nodes, called(made, node.inputs)
 
 
 REMAT: Any = functools.partial(jax.checkpoint, prevent_cse=False)  # a loop keeps steps apart by itself

@@ -209,10 +209,7 @@ def _turn(graph: Graph, node: Node, dot: Node) -> None:
 def _turn_result(graph: Graph, node: Node, order: Sequence[int]) -> None:
     """Have a node make its result in another order of dimensions, which an equation after it puts in `order`."""
     (out,) = node.outputs
-    shape = [0] * len(order)
-    for place, d in enumerate(order):
-        shape[d] = out.shape[place]
-    made = Value(out.aval.update(shape=tuple(shape)))
+    made = Value(out.aval.update(shape=tuple(out.shape[order.index(d)] for d in range(len(order)))))
     back = node.like([made], [], primitive=lax.transpose_p, params={"permutation": tuple(order)}).make([out])
     node.make([made])
     graph.insert([back], after=node)

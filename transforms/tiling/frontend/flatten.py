@@ -8,35 +8,34 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.layout import like
 from transforms.tiling.frontend.canonical import barriers, canonical, reductions
 from transforms.tiling.ir.effects import check_pure, loud, silenced
 from transforms.tiling.ir.graph import Graph, Node, Value
-from transforms.tiling.ir.jaxprs import body
+from transforms.tiling.ir.jaxprs import body, closed
 from transforms.tiling.ir.walks import read
 from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, IMPLEMENTED, LINEAR, REMAT, SOLVE
 
 
-def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
-    """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
+def flatten(program: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
+    """Return `program` with nested calls inlined and dead code removed; constants become constant values.
 
     Args:
-        closed: the program.
+        program: a jaxpr.
         custom: inline `custom_jvp` and `custom_vjp` calls too (their rules are lost: for graphs that are only run).
         remat: inline the bodies of `jax.checkpoint` too (their effect on memory is lost).
         together: what devices hold parts of is summed at once.
     """
-    table = CALLS | (CUSTOM_CALLS if custom else {}) | (dict.fromkeys(REMAT, "jaxpr") if remat else {})
+    calls = {*CALLS, *(CUSTOM_CALLS if custom else ()), *(REMAT if remat else ())}
     nodes: list[Node] = []
 
     def within(eqn: Any, ins: Sequence[Value]) -> tuple[ClosedJaxpr, Sequence[Value]] | None:
         """The program that is inlined in place of an equation, and what it is given."""
         name = eqn.primitive.name
-        if name in table:
-            return body(eqn.params, table[name]), ins
+        if name in calls:
+            return body(eqn.params), ins
         if (platforms := eqn.params.get("branches_platforms")) and set(platforms) == {("mosaic",), None}:
             return eqn.params["branches"][platforms.index(None)], ins[1:]  # the other one is for bodies of kernels
         if custom and name in IMPLEMENTED:
@@ -67,34 +66,28 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    inputs = [Value(v.aval) for v in closed.jaxpr.invars]
-    graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))
+    inputs = [Value(v.aval) for v in program.jaxpr.invars]
+    graph = Graph(inputs, nodes, run(program.jaxpr, program.consts, inputs, None))
     return canonical(graph.prune()).prune()
 
 
-def plain(param: Any) -> Any:
-    """A parameter with Python's numbers where JAX, under `vmap`, leaves NumPy's."""
-    if not isinstance(param, (dict, tuple, np.integer, np.bool_)):
-        return param
-    if isinstance(param, (np.integer, np.bool_)):
-        return param.item()
-    if isinstance(param, dict):
-        return {k: plain(v) for k, v in param.items()}
-    items = map(plain, param)
-    return type(param)(*items) if hasattr(param, "_fields") else tuple(items)
+def plain(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with Python's numbers where JAX, under `vmap`, leaves NumPy's."""
+    number = lambda x: x.item() if isinstance(x, (np.integer, np.bool_)) else x
+    inner = lambda x: jax.tree.map(number, x, is_leaf=lambda x: not isinstance(x, (dict, tuple)))
+    return {key: inner(param) for key, param in params.items()}
 
 
 def as_array(const: Any, aval: Any) -> Any:
     """A literal as an array of its own dtype: JAX writes some as Python numbers."""
-    return const if isinstance(const, (jax.Array, Tracer)) else np.asarray(const, aval.dtype)
+    return const if isinstance(const, jax.Array) else np.asarray(const, aval.dtype)
 
 
 def body_graph(node: Node, key: str, number: int | None = None) -> Graph:
     """A body of an equation as a graph: the parameter `key`, or the entry `number` of it. Flattened once."""
     if (key, number) not in node.bodies:
         jaxpr = node.params[key] if number is None else node.params[key][number]
-        closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-        node.bodies[key, number] = flatten(closed, together=node.together)
+        node.bodies[key, number] = flatten(closed(jaxpr), together=node.together)
     return node.bodies[key, number]
 
 
@@ -103,15 +96,14 @@ def solver(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr
     counts = params["const_lengths"]
     first = counts.matvec + counts.vecmat
     taken = [*operands[first : first + counts.solve], *operands[sum(counts) :]]
-    return body({"call_jaxpr": params["jaxprs"].solve}, "call_jaxpr"), taken
+    return closed(params["jaxprs"].solve), taken
 
 
 def applied(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr, Sequence[Any]]:
     """What a `tile` within makes of tangents, which is traced where somebody looks into it."""
     count, forward = params["count"], params["forward"]
-    return jax.make_jaxpr(lambda *args: forward(args[:count], args[count:]))(
-        *(like(v.aval) for v in operands)
-    ), operands
+    made = lambda *args: forward(args[:count], args[count:])
+    return jax.make_jaxpr(made)(*(like(v.aval) for v in operands)), operands
 
 
 # What is opened as the program that it stands for, if that returns one; rules add to it.

@@ -14,6 +14,8 @@ from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body, trimmed
 
+Made = tuple[list[Node], list[Value]] | None  # what an equation is rewritten to: others, and their results
+
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of a function of some values, which stand for `node` in messages; and its results."""
@@ -23,6 +25,25 @@ def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple
     for other in made.nodes:
         other.change(source=node.source, caller=node.caller)
     return made.nodes, called(made, inputs)
+
+
+def append(nodes: list[Node], fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> list[Value]:
+    """Append the equations of a function of some values, which stand for `node` in messages; return its results."""
+    made, outs = traced(fn, inputs, node)
+    nodes += made
+    return outs
+
+
+def rewrite_all(graph: Graph, find: Callable[[Node], Made]) -> bool:
+    """Put what `find` has for an equation, others and their results, in its place. Returns whether it has any."""
+    changed = False
+    for node in list(graph.nodes):
+        if (made := find(node)) is not None:
+            graph.replace(node, *made)
+            changed = True
+    if changed:
+        graph.sort().prune()
+    return changed
 
 
 def called(made: Graph, inputs: Sequence[Value]) -> list[Value]:
@@ -51,14 +72,13 @@ def there(context: Any, avals: Iterable[Any], trace: Callable[[], ClosedJaxpr]) 
 
 def inline(graph: Graph, node: Node) -> None:
     """Put the body of a `jax.checkpoint`, or that of `lax.platform_dependent` for any platform, in its place."""
-    nodes, outs = inlined(node)
-    graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.replace(node, *inlined(node))
 
 
 def inlined(node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of such a body, of the node's own operands, and its results."""
     number = any_platform(node)
-    closed = body(node.params, "jaxpr") if number is None else node.params["branches"][number]
+    closed = body(node.params) if number is None else node.params["branches"][number]
     inner = flatten(closed, together=node.together)
     outs = called(inner, node.inputs[number is not None :])
     for other in inner.nodes:
@@ -78,5 +98,6 @@ def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., l
     Without side effects, and without what only the other results need, in bodies too.
     """
     nodes, outs = traced(lambda *values: [part(node, values, wanted)[i] for i in wanted], node.inputs, node)
-    graph.replace(node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
+    graph.insert(nodes, before=node)
+    graph.substitute(dict(zip([node.outputs[i] for i in wanted], outs, strict=True)))
     return nodes

@@ -136,7 +136,7 @@ class _Reader:
         """Remember the names in an annotation, whether or not a value goes with it."""
         for member in _alternatives(annotation):
             if hasattr(member, "dim_str"):
-                self.names |= {d.name for d in _dims(member) if d.plain}
+                self.names |= {name for dim in _dims(member.dim_str) if dim.plain for name in dim.mentions}
             elif hasattr(member, "leaftype"):
                 self.collect(member.leaftype)
             else:
@@ -190,11 +190,11 @@ class _Reader:
 
     def dim(self, name: str, members: list[Any], array: Any) -> int | None:
         """The dimension of an array that has the name, by the alternatives that its annotation leaves."""
-        fitting = [m for m in members if _fits(_dims(m), array.ndim)]
+        fitting = [m for m in members if _fits(_dims(m.dim_str), array.ndim)]
         if members and not fitting:
             shapes = " or ".join(repr(m.dim_str) for m in members)
             raise ValueError(f"tile: `{name}` is {describe(array)}, but its annotation says {shapes}.")
-        found = {self.position(name, m.dim_str, _dims(m), array) for m in fitting}
+        found = {self.position(name, m.dim_str, array) for m in fitting}
         if len(found) > 1:
             shapes = " and ".join(repr(m.dim_str) for m in fitting)
             raise ValueError(
@@ -203,8 +203,8 @@ class _Reader:
             )
         return found.pop() if found else None
 
-    def position(self, name: str, text: str, dims: list[_Dim], array: Any) -> int | None:
-        found = []
+    def position(self, name: str, text: str, array: Any) -> int | None:
+        found, dims = [], _dims(text)
         variadic = next((i for i, d in enumerate(dims) if d.variadic), len(dims))
         for i, dim in enumerate(dims):
             if self.axis not in dim.mentions:
@@ -258,13 +258,9 @@ class _Dim:
     variadic: bool
     broadcasts: bool
 
-    @property
-    def name(self) -> str:
-        return next(iter(self.mentions))
-
 
 @functools.lru_cache(1024)
-def _parse(text: str) -> tuple[_Dim, ...]:
+def _dims(text: str) -> tuple[_Dim, ...]:
     dims = []
     for word in text.split():
         rest = word.lstrip("#*?_")
@@ -277,10 +273,6 @@ def _parse(text: str) -> tuple[_Dim, ...]:
     return tuple(dims)
 
 
-def _dims(member: Any) -> list[_Dim]:
-    return list(_parse(member.dim_str))
-
-
-def _fits(dims: list[_Dim], rank: int) -> bool:
+def _fits(dims: Sequence[_Dim], rank: int) -> bool:
     count = sum(not d.variadic for d in dims)
     return count <= rank if any(d.variadic for d in dims) else count == rank

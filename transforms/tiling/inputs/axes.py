@@ -30,11 +30,8 @@ def place(
         ValueError: `axis` does not fit the arguments, is out of range, cuts nothing, or cuts different lengths.
         TypeError: `axis` holds something that is neither an int nor None.
     """
-    if isinstance(axis, str):
-        leaves = names.find(fn, axis, args, kwargs, whole)
-    else:
-        leaves = list(_leaves(fn, axis, args, kwargs, whole))
-    leaves = [(name, leaf, dim) for name, leaf, dim in leaves if is_array(leaf)]
+    read = names.find if isinstance(axis, str) else _leaves
+    leaves = [(name, leaf, dim) for name, leaf, dim in read(fn, axis, args, kwargs, whole) if is_array(leaf)]
     cut = [(name, leaf, dim) for name, leaf, dim in leaves if dim is not None]
     if not cut:
         raise ValueError(f"tile: axis={axis!r} cuts none of the arguments. Name at least one dimension to cut.")
@@ -79,7 +76,7 @@ def _leaves(
     lenient = not isinstance(axis, (dict, tuple, list))  # arrays without that dimension stay whole
     for name, arg, prefix in _entries(fn, axis, args, kwargs, whole):
         leaves = jax.tree_util.tree_leaves_with_path(arg)
-        for (path, leaf), dim in zip(leaves, _broadcast(name, prefix, arg, len(leaves)), strict=True):
+        for (path, leaf), dim in zip(leaves, _broadcast(name, prefix, arg), strict=True):
             label = f"{name}{jax.tree_util.keystr(path)}"
             yield label, leaf, _dim(label, leaf, dim, lenient) if is_array(leaf) else None
 
@@ -118,23 +115,27 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
 
 
-def _broadcast(name: str, prefix: Any, arg: Any, count: int) -> list[Any]:
+def _broadcast(name: str, prefix: Any, arg: Any) -> list[Any]:
     """One entry of `axis` for each leaf of an argument."""
-    if prefix is None or isinstance(prefix, (int, np.integer)):
-        return [prefix] * count
-    leaf = lambda x: x is None or isinstance(x, (int, np.integer))
     try:
-        spread = jax.tree.broadcast(prefix, arg, is_leaf=leaf)
+        return of_leaves(prefix, arg, (int, np.integer))
     except ValueError as error:
         raise ValueError(
             f"tile: the part of `axis` for argument `{name}` does not fit it: {prefix!r} is no prefix of "
             f"{jax.tree.structure(arg)}. It must be an int, None, or a pytree of those that the argument begins with."
         ) from error
-    dims = jax.tree.leaves(spread, is_leaf=leaf)
-    if len(dims) == count:
-        return dims
+
+
+def of_leaves(prefix: Any, arg: Any, kinds: Any) -> list[Any]:
+    """What a prefix of a tree, made of some kinds and None, says of each leaf.
+
+    Raises:
+        ValueError: it is no prefix.
+    """
+    leaf = lambda x: x is None or isinstance(x, kinds)
+    found = jax.tree.leaves(jax.tree.broadcast(prefix, arg, is_leaf=leaf), is_leaf=leaf)
     there = jax.tree.leaves(arg, is_leaf=lambda x: x is None)  # a None in the argument itself is no leaf
-    return [d for d, x in zip(dims, there, strict=True) if x is not None]
+    return [one for one, x in zip(found, there, strict=True) if x is not None]
 
 
 def _dim(name: str, leaf: Any, dim: Any, lenient: bool) -> int | None:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
 from transforms.layout import named
-from transforms.tiling.inputs.axes import is_array
+from transforms.tiling.inputs.axes import is_array, of_leaves
 from transforms.tiling.ir.errors import TileError
 
 ROUTES = (
@@ -80,21 +80,18 @@ def _axes(mesh: Any) -> str:
 
 def _explicit(run: Run, in_sharding: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a call with its arguments spread by type."""
-    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-    specs = _specs(in_sharding, args, kwargs)
-    found: dict[str, Any] = {}
+    given = tuple(args), dict(kwargs)
+    specs = jax.tree.unflatten(jax.tree.structure(given), _specs(in_sharding, args, kwargs))
+    chosen = jax.tree.map(lambda x, spec: spec if is_array(x) else None, given, specs)
+    arrays, static = eqx.partition(given, is_array)
+    found: list[Any] = []
 
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        args, kwargs = jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves])
-        dynamic, found["static"] = eqx.partition(run(args, kwargs), is_array)
-        outs, found["tree"] = jax.tree.flatten(dynamic)
-        return outs
+    def typed(arrays: Any) -> Any:
+        made, rest = eqx.partition(run(*eqx.combine(arrays, static)), is_array)
+        found.append(rest)
+        return made
 
-    arrays = [x for x in leaves if is_array(x)]
-    chosen = tuple(s for s, x in zip(specs, leaves, strict=True) if is_array(x))
-    outs = jax.sharding.explicit_axes(flat, in_sharding=chosen)(*arrays)
-    return eqx.combine(jax.tree.unflatten(found["tree"], outs), found["static"])
+    return eqx.combine(jax.sharding.explicit_axes(typed, in_sharding=(chosen,))(arrays), found[0])
 
 
 def entries(in_sharding: Any, args: Sequence[Any]) -> Sequence[Any]:
@@ -111,12 +108,10 @@ def _specs(in_sharding: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             f"tile: in_sharding={in_sharding!r} has {len(in_sharding)} entries, but the call has {len(args)} "
             "positional arguments. Give one for each, None for those that are whole on every device."
         )
-    leaf = lambda x: x is None or isinstance(x, PartitionSpec)
     specs: list[PartitionSpec] = []
     for entry, arg in zip(in_sharding, args, strict=True):
         try:
-            spread = jax.tree.leaves(jax.tree.broadcast(entry, arg, is_leaf=leaf), is_leaf=leaf)
+            specs += [PartitionSpec() if s is None else s for s in of_leaves(entry, arg, PartitionSpec)]
         except ValueError as error:
             raise ValueError(f"tile: in_sharding has {entry!r} for an argument {jax.tree.structure(arg)}.") from error
-        specs += [PartitionSpec() if s is None else s for s in spread]
     return specs + [PartitionSpec() for _ in jax.tree.leaves(dict(kwargs))]

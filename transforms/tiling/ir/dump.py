@@ -14,17 +14,17 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.tiling.ir.facts import Analysis, Region
 from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
 from transforms.tiling.ir.placement import ALONE, Partial, Placement, Stacked, Tiled, Whole
 
@@ -129,14 +129,13 @@ def _params(node: Node, names: Names) -> Iterator[str]:
     if state is not None and state.yielded is not None:
         yield f"yielded={names(state.yielded)} checkpoints={names(state.checkpoints)} reverse={state.reverse}"
     for key, param in sorted(node.params.items()):
-        if not (param is None or param is False or param == () or _is_body(param) or isinstance(param, Node)):
+        if not (param is None or param is False or param == () or _is_program(param)):
             text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(param).split()))
             yield f"{key}={text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'}"
 
 
-def _is_body(param: Any) -> bool:
-    items: Iterable[Any] = param if isinstance(param, (tuple, list)) else (param,)
-    return callable(param) or any(isinstance(p, (Jaxpr, ClosedJaxpr)) for p in items)
+def _is_program(param: Any) -> bool:
+    return callable(param) or isinstance(param, Node) or bool(bodies({"": param}))
 
 
 # ----------------------------------------------------------------------------------------------------------- the loops

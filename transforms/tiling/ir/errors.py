@@ -21,7 +21,6 @@ UNKNOWN = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
-    jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
 OURS = (str(Path(jax.__file__).parent), str(Path(__file__).parents[1]))

@@ -107,6 +107,16 @@ class Analysis:
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, OUTSIDE)
 
+    def is_cut(self, value: Value) -> bool:
+        return isinstance(self.fact(value).placement, Tiled)
+
+    def is_whole(self, value: Value) -> bool:
+        return isinstance(self.fact(value).placement, Whole)
+
+    def is_there(self, value: Value) -> bool:
+        """Whether all of a value is there before the loops, whether or not it is cut."""
+        return value in self.inputs or value in self.resident
+
     @functools.cached_property
     def added(self) -> dict[Value, list[Value]]:
         """What each value of the graph is added to."""

@@ -47,6 +47,12 @@ class Value:
     def __repr__(self) -> str:
         return describe(self.aval)
 
+    @property
+    def maker(self) -> Node:
+        """Its producer, where it is known to have one."""
+        assert self.producer is not None, "it is an input or a constant"
+        return self.producer
+
     def retype(self, aval: Any) -> None:
         """Have an array of another type in its place."""
         self.aval = aval
@@ -137,11 +143,11 @@ class Graph:
         at = 0 if there is None else self.nodes.index(there) + (after is not None)
         self.nodes[at:at] = nodes
 
-    def replace(self, node: Node, nodes: Sequence[Node], values: Mapping[Value, Value], keep: bool = False) -> None:
-        """Put `nodes` in the place of `node` (before it, if it is to be kept), and `values` in that of its results."""
+    def replace(self, node: Node, nodes: Sequence[Node], results: Sequence[Value]) -> None:
+        """Put `nodes` in the place of `node`, and `results` in that of its own."""
         at = self.nodes.index(node)
-        self.nodes[at : at + (not keep)] = nodes
-        self.substitute(values)
+        self.nodes[at : at + 1] = nodes
+        self.substitute(dict(zip(node.outputs, results, strict=True)))
 
     def reset(self, nodes: Sequence[Node], outputs: Sequence[Value]) -> Graph:
         """Have other equations, and other results."""

@@ -10,10 +10,22 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval as pe
 
+# The parameter that holds the body of a call, or that of a loop, in the versions of JAX.
+BODY = "jaxpr call_jaxpr fun_jaxpr fwd_jaxpr body_jaxpr call callee".split()
 
-def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
-    """The body of a call-like equation, closed whichever way its JAX version stores it."""
-    jaxpr = node_params[key] if key in node_params else node_params["call_jaxpr"]
+
+def body_key(params: dict[str, Any]) -> str:
+    """The parameter that holds the one body that an equation runs."""
+    return next(key for key in BODY if key in params)
+
+
+def body(params: dict[str, Any]) -> ClosedJaxpr:
+    """The one body that an equation runs."""
+    return closed(params[body_key(params)])
+
+
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A program closed, whichever way its JAX version stores it."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
@@ -62,8 +74,7 @@ def rebuilt(program: Any, eqns: Sequence[Any]) -> Any:
 
 def trimmed(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program without what nobody reads, in bodies too."""
-    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
-    return ClosedJaxpr(jaxpr, closed.consts)
+    return ClosedJaxpr(reaching(closed.jaxpr, range(len(closed.out_avals))), closed.consts)
 
 
 def reaching(jaxpr: Jaxpr, outs: Sequence[int]) -> Jaxpr:

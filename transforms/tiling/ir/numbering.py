@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jax.core import Tracer
 
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies
@@ -74,9 +73,8 @@ def _structure(param: Any) -> Any:
 
 def constant_key(array: Any) -> tuple[Any, ...]:
     """What tells constants apart: small ones by what they hold."""
-    if isinstance(array, Tracer) or np.size(array) > 16 or not isinstance(array, (np.ndarray, np.generic)):
-        return ("object", id(array))
-    return str(array.dtype), array.shape, array.tobytes()
+    small = isinstance(array, (np.ndarray, np.generic)) and array.size <= 16
+    return _structure(array) if small else ("object", id(array))
 
 
 def merge(graph: Graph) -> None:

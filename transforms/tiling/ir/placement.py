@@ -90,9 +90,6 @@ class Stacked:
 
     size: int
 
-    def __str__(self) -> str:
-        return "Stacked"
-
 
 Placement = Whole | Tiled | Partial | Stacked
 WHOLE = Whole()

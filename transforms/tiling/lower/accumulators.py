@@ -15,6 +15,7 @@ be unreduced: each device holds a part of it until the loop is over.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Set
 from typing import Any
 
@@ -28,6 +29,7 @@ from transforms.tiling.ir.loops import Loop, Schedule, Step, Update
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity, neutral
 from transforms.tiling.ir.terms import Term, broadcast_by
 from transforms.tiling.ir.walks import is_zero
+from transforms.tiling.mesh.sums import kept
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, run
 
@@ -47,6 +49,11 @@ class Accumulator:
     def value(self) -> Value:
         return self.update.value
 
+    @functools.cached_property
+    def aval(self) -> Any:
+        """The type of its value, but on the mesh that the loop runs on."""
+        return kept(self.value)
+
     def begin(self, span: Span) -> Any:
         """What it holds before the first tile."""
         op = self.placement.op if isinstance(self.placement, Partial) else "sum"
@@ -55,7 +62,7 @@ class Accumulator:
         if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
             return lax.full(self.value.shape, 0, dtype)
         fill = neutral(op, dtype) if self.rows else identity(op, dtype)
-        return layout.full(self.value.aval, fill, dtype, self.apart)
+        return layout.full(self.aval, fill, dtype, self.apart)
 
     @property
     def rows(self) -> bool:
@@ -82,8 +89,9 @@ class Accumulator:
 
     def joined(self, total: Any | None, part: Any, span: Span) -> Any:
         """The tile's part with what is there."""
+        part = layout.here(part, self.aval)
         if isinstance(self.placement, Partial):
-            part = layout.conform(part, self.value.aval, self.apart)
+            part = layout.conform(part, self.aval, self.apart)
         if total is None or isinstance(self.placement, Whole):
             return part
         part = part.astype(total.dtype)
@@ -109,7 +117,7 @@ class Accumulator:
 
     def end(self, total: Any, reduce_dtype: Any) -> Any:
         """The result, once all tiles are in it: the sum over the devices, too."""
-        return layout.settle(total, self.value.aval, self.apart, reduce_dtype)
+        return layout.there(layout.settle(total, self.aval, self.apart, reduce_dtype), self.value.aval)
 
 
 def _moved(total: Any, term: Term, old: Any, new: Any, weight: Any | None) -> Any:

@@ -10,6 +10,7 @@ linear it is transposed, as `jax.linear_transpose` and solvers like GMRES ask fo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,23 +41,28 @@ tiled_p = Atomic("tiled")
 tiled_p.multiple_results = True
 
 
-Call = Callable[..., Sequence[Any]]
-Asked = Callable[[], bool]
-Mapped = Callable[[Sequence[bool], Any], list[bool]]  # by whether each argument is, along a `jax.vmap` of this name
-Made = Callable[[], ClosedJaxpr]
+@dataclasses.dataclass(frozen=True, eq=False)
+class How:
+    """What JAX's transformations ask of a call.
 
-
-def call(
-    program: ClosedJaxpr, differentiable: Call, scales: Asked, mapped: Mapped, together: Made, *args: Any
-) -> list[Any]:
-    """Return what a program does, a list of arrays, in one equation that is never split.
-
-    `differentiable` returns the same, with derivatives of its own; cotangents enter them linearly if `scales()`. Which
-    results a `jax.vmap` maps, and which it leaves as they are, says `mapped`: derivatives have it alike. It maps what
-    `together` makes, which does the same and leaves no sum over devices for later: those JAX cannot map.
+    Attributes:
+        differentiable: returns what the call does, with derivatives of its own.
+        scales: whether cotangents enter these linearly.
+        mapped: which results a `jax.vmap` of this name maps, by whether it maps each argument, and which it leaves as
+            they are: derivatives have it alike.
+        together: makes what it maps, a program that does the same and leaves no sum over devices for later: those JAX
+            cannot map.
     """
-    how: dict[str, Any] = {"differentiable": differentiable, "scales": scales, "mapped": mapped, "together": together}
-    return tiled_p.bind(*args, call_jaxpr=program, **how)
+
+    differentiable: Callable[..., Sequence[Any]]
+    scales: Callable[[], bool]
+    mapped: Callable[[Sequence[bool], Any], list[bool]]
+    together: Callable[[], ClosedJaxpr]
+
+
+def call(program: ClosedJaxpr, how: How, *args: Any) -> list[Any]:
+    """Return what a program does, a list of arrays, in one equation that is never split."""
+    return tiled_p.bind(*args, call_jaxpr=program, how=how)
 
 
 @functools.partial(jax.jit, static_argnames="call_jaxpr")
@@ -79,27 +85,17 @@ def any_of(arrays: Any) -> Any:
     return arrays[0] if len(arrays) else jnp.zeros(arrays.shape[1:], arrays.dtype)
 
 
-def _batch(
-    axis: Any,
-    args: Any,
-    dims: Any,
-    *,
-    call_jaxpr: ClosedJaxpr,
-    differentiable: Call,
-    scales: Asked,
-    mapped: Mapped,
-    together: Made,
-) -> Any:
+def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, how: How) -> Any:
     if any(unreduced(v.aval) for eqn in equations(call_jaxpr.jaxpr) for v in eqn.outvars):
-        call_jaxpr = together()
-    outs = tuple(0 if found else None for found in mapped([d is not None for d in dims], axis.name))
+        call_jaxpr = how.together()
+    outs = tuple(0 if found else None for found in how.mapped([d is not None for d in dims], axis.name))
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     one = (axis.name, axis.size, axis.spmd_name)
     made = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=one).jaxpr
     # Of two maps of one name it is the inner one's.
-    around = lambda given, name: mapped(given, UNNAMED if name == axis.name else name)
-    again = jax.vmap(differentiable, tuple(dims), list(outs), **names)
-    return call(made, again, scales, around, lambda: made, *args), outs
+    around = lambda given, name: how.mapped(given, UNNAMED if name == axis.name else name)
+    again = jax.vmap(how.differentiable, tuple(dims), list(outs), **names)
+    return call(made, How(again, how.scales, around, lambda: made), *args), outs
 
 
 def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
@@ -107,14 +103,14 @@ def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> A
     return jax.jvp(jaxpr_as_fun(call_jaxpr), tuple(primals), tuple(tangents))
 
 
-def _transpose(cotangents: Any, *args: Any, call_jaxpr: ClosedJaxpr, differentiable: Call, **_: Any) -> list[Any]:
+def _transpose(cotangents: Any, *args: Any, call_jaxpr: ClosedJaxpr, how: How) -> list[Any]:
     """The cotangents of the arguments that the call is linear in: its derivative is the same wherever it is taken."""
     given = {i: x for i, x in enumerate(args) if not ad.is_undefined_primal(x)}
     unknown = [i for i in range(len(args)) if i not in given]
 
     def linear(*values: Any) -> list[Any]:
         known = given | dict(zip(unknown, values, strict=True))
-        return list(differentiable(*(known[i] for i in range(len(args)))))
+        return list(how.differentiable(*(known[i] for i in range(len(args)))))
 
     pull = jax.vjp(linear, *(_zeros(call_jaxpr.in_avals[i]) for i in unknown))[1]
     found = dict(zip(unknown, pull([ad.instantiate_zeros(c) for c in cotangents]), strict=True))
@@ -127,23 +123,22 @@ def _eliminate(used: list[bool], *last: Any) -> Any:
     read, made = pe.dce_jaxpr_closed_call_rule(used, *last)
     if made is None or (all(used) and all(read)):
         return read, made
-    whole, mapped, together = (eqn.params[name] for name in ("differentiable", "mapped", "together"))
-    avals = eqn.params["call_jaxpr"].in_avals
+    how, avals = eqn.params["how"], eqn.params["call_jaxpr"].in_avals
     needed = lambda results: [one for one, own in zip(results, used, strict=True) if own]
 
-    def rest(*args: Any, whole: Call = whole) -> list[Any]:
+    def rest(*args: Any, whole: Callable[..., Sequence[Any]] = how.differentiable) -> list[Any]:
         given = iter(args)
         return needed(whole(*(next(given) if own else _zeros(aval) for own, aval in zip(read, avals, strict=True))))
 
     def part() -> ClosedJaxpr:
-        some = functools.partial(rest, whole=jaxpr_as_fun(together()))
+        some = functools.partial(rest, whole=jaxpr_as_fun(how.together()))
         return jax.make_jaxpr(some)(*(like(aval) for own, aval in zip(read, avals, strict=True) if own))
 
     def left(given: Sequence[bool], name: Any) -> list[bool]:
         known = iter(given)
-        return needed(mapped([own and next(known) for own in read], name))
+        return needed(how.mapped([own and next(known) for own in read], name))
 
-    return read, made.replace(params={**made.params, "differentiable": rest, "mapped": left, "together": part})
+    return read, made.replace(params=made.params | {"how": How(rest, how.scales, left, part)})
 
 
 def _zeros(aval: Any) -> Any:

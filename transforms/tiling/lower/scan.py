@@ -54,7 +54,7 @@ def _run(plan: Schedule, wide: frozenset[int], chunks: bool, reuse: Reuse, *inpu
     span = options.span._replace(length=options.total, chunks=chunks)
     broad = wide_chain(plan, {graph.outputs[i] for i in wide})
     # What the devices hold parts of is stored as it is sent.
-    sent = {v for v in plan.analysis.apart if isinstance(plan.analysis.fact(v).placement, Tiled)}
+    sent = {v for v in plan.analysis.apart if plan.analysis.is_cut(v)}
     broad -= set() if options.reduce_dtype else sent
     for loop in plan.loops:
         finish(plan, env, list(loop.reads), span)
@@ -75,7 +75,8 @@ def _shared(plan: Schedule, loop: Loop, reuse: Reuse) -> dict[Value, Value]:
         if value in found or source in found.values():
             continue
         alike = value in made and source.aval == value.aval and fact(value)[:2] == fact(source)[:2]
-        alike = alike and value not in plan.analysis.apart  # there devices hold parts of a sum
+        # Where devices hold parts of a sum, it is read together.
+        alike = alike and value not in plan.analysis.apart and not layout.unreduced(value.aval)
         here = {id(r) for r in loop.refs if r.value is source and r.how == "slice" and r.halo == ALONE}
         everywhere = {id(ref) for other in plan.loops for ref in other.refs if ref.value is source}
         whole = (n for n in graph.nodes if all(isinstance(p, Whole) for p in plan.analysis.moves[n].outs[:1]))
@@ -150,7 +151,7 @@ def _over_tiles(body: Any, results: Any, count: int, size: int, rest: int, rever
 
 def wide_chain(plan: Schedule, outputs: set[Value]) -> set[Value]:
     """`outputs`, and what they are rearranged from: cut results of a product that keep the dtype it is formed in."""
-    is_cut = lambda value: isinstance(plan.analysis.fact(value).placement, Tiled)
+    is_cut = plan.analysis.is_cut
     made_by = lambda value: "" if value.producer is None else value.producer.name
     turned = lambda value: operands(value)[:1] if is_cut(value) and made_by(value) in REARRANGE else ()
     paths = [list(closure([value], turned)) for value in outputs]

@@ -20,7 +20,7 @@ from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tile
 from transforms.tiling.ir.walks import is_zero, read
 from transforms.tiling.lower.epilogue import Env, combine_partials, narrow
 from transforms.tiling.mesh import weight_gather
-from transforms.tiling.mesh.sums import fit
+from transforms.tiling.mesh.sums import fit, kept
 from transforms.tiling.primitives import having
 from transforms.tiling.rules import RULES, run
 
@@ -58,12 +58,10 @@ class Tile:
 
     def step(self, step: Step) -> None:
         rule = RULES[step.node.name]
-        if rule.resume is not None and isinstance(step.keys[0][1], Tiled):  # of rows that no other tile has
-            self.made[step.keys[0]] = self.fetch(*step.refs)
-            return
-        if rule.resume is not None:  # a loop's state, as the tiles before left it
-            (ref,) = step.refs
-            self.made[step.keys[0]] = rule.resume(step.node, ref.value, self.fetch(ref), self.before, self.span)
+        if rule.resume is not None:  # a loop's state, as the tiles before left it; not of rows that no other tile has
+            (ref,), key, array = step.refs, step.keys[0], self.fetch(*step.refs)
+            own = isinstance(key[1], Tiled)
+            self.made[key] = array if own else rule.resume(step.node, ref.value, array, self.before, self.span)
             return
         how = self.held[step.node.outputs[0]] if step.node.outputs else layout.TOGETHER
         node, values = self.fitted(step, how)
@@ -126,12 +124,15 @@ class Tile:
             if want == Partial("sum") and is_zero(value):
                 with value.producer.context.manager if value.producer else nullcontext():
                     return layout.full(value.aval, 0, value.dtype, layout.TOGETHER)
-            whole = jnp.asarray(read(self.env, value))
+            whole = layout.here(jnp.asarray(read(self.env, value)), kept(value))
             op = want.op if isinstance(want, Partial) else "sum"
-            return jnp.where(self.span.start == 0, whole, jnp.full_like(whole, neutral(op, whole.dtype)))
+            once = jnp.where(self.span.start == 0, whole, jnp.full_like(whole, neutral(op, whole.dtype)))
+            return layout.there(once, value.aval)
         whole = narrow(self.env, value)
-        sliced = isinstance(want, Tiled) and ref.how == "slice"
-        return self.span.beside(ref.halo).take(jnp.asarray(whole), want) if sliced else whole
+        if not isinstance(want, Tiled) or ref.how != "slice":
+            return whole
+        rows = self.span.beside(ref.halo).take(layout.here(jnp.asarray(whole), kept(value)), want)
+        return layout.there(rows, value.aval)
 
     def wide(self, step: Step, node: Node, values: list[Any]) -> Any | None:
         """One step on the way from a product to a value in `broad`, without rounding in between."""

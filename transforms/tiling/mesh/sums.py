@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
-from transforms.layout import TOGETHER, Apart, Held, axes, axes_of, devices, layout, move, named, spec
+from transforms.layout import TOGETHER, Apart, Held, away, axes, axes_of, devices, layout, move, named, spec
 from transforms.tiling.primitives import has, having
 from transforms.tiling.rules import RULES
+from transforms.tiling.rules.factors import origins
 
 FLOWS, ADDS, RESCALES = having("flows"), having("adding"), having("rescales")
 
@@ -28,16 +29,27 @@ def contracted(node: Any) -> tuple[frozenset[str], frozenset[str]]:
         return found, found
     if not has(node.name, "contracts"):
         return frozenset(), frozenset()
-    stated, found = _factors(node), []
+    stated, found = RULES[node.name].factors(node), []
     for names, value in zip(stated.ins, node.inputs, strict=True):
         found.append(frozenset(a for d, n in enumerate(names) if n in stated.reduced for a in axes(value.aval, d)))
     return found[0], found[-1]
 
 
-def _factors(node: Any) -> Any:
-    stated = RULES[node.name].factors
-    assert stated is not None
-    return stated(node)
+def met(node: Any) -> dict[Any, tuple[str, ...]]:
+    """How both operands of a product are spread along each dimension that it contracts, where its result is apart.
+
+    As one of them is. If the other is not, then over no axis that the result is spread over: all that the devices have
+    would be sent, and a result summed that is as large as all of theirs, where to gather the one operand is enough.
+    """
+    stated, taken = RULES[node.name].factors(node), set[str]()
+    made = axes_of(spec(node.outputs[0].aval).partitions) if named(node.outputs[0].aval) is not None else ()
+    found = {}
+    for name in stated.reduced:
+        ways = [axes(v.aval, names.index(name)) for names, v in zip(stated.ins, node.inputs, strict=True)]
+        left = {*made}.difference(frozenset(ways[0]).intersection(ways[1])) | taken
+        found[name] = next(filter(None, (tuple(a for a in way if a not in left) for way in ways)), ())
+        taken.update(found[name])
+    return found
 
 
 def origin(value: Any, dim: int) -> tuple[str, ...]:
@@ -47,8 +59,20 @@ def origin(value: Any, dim: int) -> tuple[str, ...]:
         return axes(value.aval, dim)
     if has(node.name, "respreads"):
         return axes(node.inputs[0].aval, dim)
-    alike = (v for v in node.inputs if v.shape == value.shape)
-    return next((found for v in alike if (found := origin(v, dim))), ())
+    backs = [origins(node, i) or {} for i in range(len(node.inputs))]
+    ways = [(v, back[dim]) for v, back in zip(node.inputs, backs, strict=True) if dim in back]
+    return next((found for v, its in ways if (found := origin(v, its))), ())
+
+
+def kept(value: Any) -> Any:
+    """The type in which a loop keeps a value: of one on a mesh made Auto, on the mesh around it, spread as before."""
+    if away(value.aval) is None:
+        return value.aval
+    entries, taken = [], set[str]()
+    for dim in range(len(value.shape)):
+        entries.append([a for a in origin(value, dim) if a not in taken])
+        taken.update(entries[-1])
+    return value.aval.update(sharding=NamedSharding(get_abstract_mesh(), layout(entries)))
 
 
 def leaves_auto(node: Any) -> bool:
@@ -72,7 +96,9 @@ def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = Fals
     given = [before[v] for v, p in zip(node.inputs, partial, strict=True) if p]
     out = node.outputs[0]
     over = frozenset().union(*(a.axes for a in given))
-    if not all(partial):
+    if has(node.name, "product") and not all(partial):
+        over |= {a for entry in met(node).values() for a in entry}
+    elif not all(partial):
         left, right = contracted(node)
         over |= left | right
     elif has(node.name, "contracts"):
@@ -147,7 +173,10 @@ def fit(
         return node, values
     key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
     if key and (node.params[key] is not None or has(node.name, "contracts")):
-        node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, spec(out, apart))})
+        target = spec(out, apart)
+        if leaves_auto(node):  # apart at first, and then spread: both at once XLA gets wrong
+            target = layout([()] * len(out.shape), target.unreduced)
+        node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, target)})
     return node, values
 
 
@@ -169,19 +198,21 @@ def demand(node: Any, operand: int, apart: Apart) -> PartitionSpec:
     """How a product needs an operand spread: as the result is and, where it contracts, as the other operand.
 
     One that is whole where it contracts stays so: how the other meets it is the compiler's choice, as untiled. Where
-    the result is `apart`, a contracted dimension is spread that either spreads, over axes that the result leaves.
+    the result is `apart`, a contracted dimension is spread as both operands are then (`met`).
     """
-    stated = _factors(node)
+    stated = RULES[node.name].factors(node)
     own, others, (made,) = stated.ins[operand], stated.ins[1 - operand], stated.outs
     me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
     given = {name: tuple(a for a in axes(out, dim) if a not in apart.axes) for dim, name in enumerate(made)}
-    taken = {a for name, entry in given.items() if apart.axes or name in own for a in entry}
+    taken = {a for name, entry in given.items() if name in own for a in entry}
+    meeting = met(node) if apart.axes else {}
 
     def entry(dim: int, name: Any) -> tuple[str, ...]:
         if name in given:
             return given[name]
-        here, there = axes(me, dim), axes(other, others.index(name))
-        found = there or here if apart.axes else there if here else ()
-        return tuple(a for a in found if a not in taken)
+        if apart.axes:
+            return tuple(a for a in meeting[name] if a in apart.axes)
+        there = axes(other, others.index(name)) if axes(me, dim) else ()
+        return tuple(a for a in there if a not in taken)
 
     return layout([entry(dim, name) for dim, name in enumerate(own)])

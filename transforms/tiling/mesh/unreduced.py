@@ -41,10 +41,10 @@ def postpone(found: Any) -> None:
         value = node.outputs[0] if len(node.outputs) == 1 else None
         if value is None or value not in alone or found.fact(value).moving or node.together:
             continue
-        source = node.inputs[0] if node.inputs else None
         spread = named(value.aval) is not None and isinstance(found.moves[node].outs[0], Tiled)
-        if spread and (has(node.name, "product") or source in found.apart):
-            made = summed(node, found.apart, [v in found.apart for v in node.inputs])
+        held = [v in found.apart and (node, i) not in found.completed for i, v in enumerate(node.inputs)]
+        if spread and (has(node.name, "product") or True in held[:1]):
+            made = summed(node, found.apart, held)
             left, right = contracted(node)
             if made.axes and (not has(node.name, "product") or left == right):
                 found.apart[value] = made

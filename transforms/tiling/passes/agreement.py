@@ -18,14 +18,14 @@ from jax.interpreters import mlir
 
 from transforms.layout import named
 from transforms.tiling.analysis.rounding import Walk, is_mask
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import append
 from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value, add, elements
-from transforms.tiling.ir.obstacles import Complete, Disagreement
+from transforms.tiling.ir.obstacles import Disagreement
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
 from transforms.tiling.ir.walks import ancestors, constant
 from transforms.tiling.passes.witness import EXTREMA, grouped, snapped_p, witness
-from transforms.tiling.rules import Move, register
+from transforms.tiling.rules import Move, push_completed, register
 from transforms.tiling.rules.factors import peel
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
@@ -37,10 +37,9 @@ agreed_p = Primitive("agreed")  # the first operand, computed again, as the seco
 
 def store(graph: Graph, value: Value) -> None:
     """Have a cut value stored by the loop that computes it, and read from there by all others."""
-    node = value.producer
-    assert node is not None
+    node = value.maker
     (kept,) = add(nodes := [], node, stored_p, [value], [value.aval])
-    graph.replace(node, [node], {value: kept})
+    graph.substitute({value: kept})
     graph.insert(nodes, after=node)
 
 
@@ -64,8 +63,7 @@ def agree(met: Disagreement, span: Span) -> bool:
     for other in copying:
         copy = other.outputs[0]
         if other.name == "gather":
-            more, (known,) = traced(partial(_put, other), [known, other.inputs[1], copy], node)
-            nodes += more
+            (known,) = append(nodes, partial(_put, other), [known, other.inputs[1], copy], node)
             continue
         kind, (operand, *indices) = grouped(other)
         mask = _mask_of(operand, value) if kind["op"] == "sum" else None
@@ -73,26 +71,20 @@ def agree(met: Disagreement, span: Span) -> bool:
         steps = _lets_through(value, operand) or []
         there = [known]
         for step in steps:
-            more, (made,) = traced(step.into, [there[-1], *step.beside], node)
-            nodes += more
-            there.append(made)
+            there += append(nodes, step.into, [there[-1], *step.beside], node)
         (known,) = add(nodes, node, snapped_p, [there.pop(), copy, *places], [operand.aval], **kind)
         for step in reversed(steps):
-            more, (known,) = traced(step.back, [known, there.pop(), *step.beside], node)
-            nodes += more
+            (known,) = append(nodes, step.back, [known, there.pop(), *step.beside], node)
         for total in _counts(graph, node, other):
-            more, (counted[total],) = traced(partial(_as, total.dtype), places[2:3], node)
-            nodes += more
+            convert = partial(lax.convert_element_type, new_dtype=total.dtype)
+            (counted[total],) = append(nodes, convert, places[2:3], node)
     copies = [other.outputs[0] for other in copying]
     (known,) = add(nodes, node, agreed_p, [value, known, *copies], [value.aval])
     _read(met, {value: known}, nodes)
-    graph.replace(node, nodes, counted, keep=True)
+    graph.insert(nodes, before=node)
+    graph.substitute(counted)
     graph.sort().prune()
     return True
-
-
-def _as(dtype: Any, array: Any) -> Any:
-    return array.astype(dtype)
 
 
 def compute_again(met: Disagreement) -> frozenset[Value]:
@@ -109,7 +101,7 @@ def _read(met: Disagreement, known: dict[Value, Value], nodes: list[Node]) -> No
     found, graph = met.analysis, met.analysis.graph
     seen, now = ancestors(met.node.inputs), dict(known)
     for node in graph.nodes[: graph.nodes.index(met.node)]:
-        cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
+        cut = [v for v in node.outputs if v in seen and found.is_cut(v)]
         if cut and not now.keys().isdisjoint(node.inputs):
             made = node.like([now.get(v, v) for v in node.inputs], [v.aval for v in node.outputs])
             nodes.append(made)
@@ -125,7 +117,7 @@ def _has_place(found: Analysis, node: Node, value: Value) -> bool:
     if node.name == "reduce_sum":
         return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
     if node.name == "gather" and node.inputs[0] is value:
-        return named(value.aval) is None and not isinstance(found.fact(node.inputs[1]).placement, Tiled)
+        return named(value.aval) is None and not found.is_cut(node.inputs[1])
     if node.name not in EXTREMA or not jnp.issubdtype(value.dtype, jnp.floating):
         return False
     kind, (operand, *indices) = grouped(node)
@@ -166,7 +158,7 @@ def _step(node: Node) -> Through | None:
         return Through(jnp.abs, jnp.copysign)
     alone = len(node.inputs) == 1 and elements(node.inputs[0].shape) == elements(node.outputs[0].shape)
     if alone and node.name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
-        return Through(partial(_reshape, node.outputs[0].shape), lambda new, old: jnp.reshape(new, old.shape))
+        return Through(partial(jnp.reshape, shape=node.outputs[0].shape), lambda new, old: jnp.reshape(new, old.shape))
     if node.name == "transpose":
         order = node.params["permutation"]
         back = [order.index(d) for d in range(len(order))]
@@ -177,21 +169,15 @@ def _step(node: Node) -> Through | None:
     if filled.count(True) != 1:
         return None
     case = filled.index(False)
-    choose = partial(_select, case)
+
+    def choose(which: Any, array: Any, other: Any) -> Any:
+        return jnp.where(which if case else ~which, array, other)
+
     return Through(
         lambda value, which, rest: choose(which, value, rest),
         lambda new, old, which, rest: choose(which, new, old),
         (node.inputs[0], node.inputs[2 - case]),
     )
-
-
-def _reshape(shape: tuple[int, ...], array: Any) -> Any:
-    return jnp.reshape(array, shape)
-
-
-def _select(case: int, which: Any, array: Any, other: Any) -> Any:
-    """Case number `case` of a choice, where `which` says so."""
-    return jnp.where(which if case else ~which, array, other)
 
 
 def _mask_of(masked: Value, value: Value) -> Value | None:
@@ -253,14 +239,10 @@ def emit_agreed(node: Node, values: list[Any], move: Move, span: Span) -> list[A
 KEPT = "is kept for comparisons with copies of its elements"
 
 
-def push_stored(node: Node, placements: tuple[Placement, ...]) -> Complete:
-    return Complete([0], KEPT)
-
-
 def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move:
     """Cut as it was, but read slice by slice."""
     return Outlined(placements, (WHOLE,), (), (0,), list, reason=KEPT)
 
 
 register("agreed", push=push_agreed, emit=emit_agreed)
-register("stored", push=push_stored, outline=store_whole)
+register("stored", push=push_completed, reason=KEPT, outline=store_whole)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.passes.loop_state import hand_on
+from transforms.tiling.passes.loop_state import hand_on, scalar
 from transforms.tiling.rules import Move, register
 from transforms.tiling.rules.reduction import first_best
 
@@ -26,9 +24,8 @@ def write_choice(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     (operand,) = node.inputs
     places = node.outputs[-1].aval
     values = places.update(dtype=operand.dtype)
-    none = Value(ShapedArray((), values.dtype), const=np.zeros((), values.dtype))
-    nobody = Value(ShapedArray((), places.dtype), const=np.full((), NOBODY).astype(places.dtype))
-    outs = hand_on(nodes, node, chosen_p, [operand], [none, nobody], [values, places], span, of=node)
+    nobody = [scalar(0, values.dtype), scalar(NOBODY, places.dtype)]
+    outs = hand_on(nodes, node, chosen_p, [operand], nobody, [values, places], span, of=node)
     return outs[-len(node.outputs) :]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.layout import slice_of
@@ -21,7 +20,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, identity
 from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.passes.argmax import write_choice
-from transforms.tiling.passes.loop_state import begin, hand_on, leave
+from transforms.tiling.passes.loop_state import begin, hand_on, leave, scalar
 from transforms.tiling.regions.bodies import added, run_part
 from transforms.tiling.rules import Move, partial, register, tiled
 
@@ -36,23 +35,17 @@ OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cu
 def carry(graph: Graph, node: Node, span: Span) -> None:
     """Rewrite an operation that runs along the cut axis."""
     nodes: list[Node] = []
-    write = {
-        "scan": _write_scan,
-        "pad": _write_shift,
-        "argmax": write_choice,
-        "argmin": write_choice,
-        "top_k": write_choice,
-    }
+    write = {"scan": _write_scan, "pad": _write_shift, **dict.fromkeys(["argmax", "argmin", "top_k"], write_choice)}
     outs = write.get(node.name, _write_cumulative)(nodes, node, span)
-    graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.replace(node, nodes, outs)
 
 
 def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     (operand,), axis, op = node.inputs, node.params["axis"], OPS[node.name]
     aval = node.outputs[0].aval
     dtype = aval.dtype if op in ("max", "min") else span.wide(aval.dtype)
-    empty, total = Value(ShapedArray((), dtype), const=identity(op, dtype)), slice_of(aval, axis).update(dtype=dtype)
-    return hand_on(nodes, node, cumulative_p, [operand], [empty], [aval, total], span, of=node, op=op)[:1]
+    empty, total = scalar(identity(op, dtype), dtype), slice_of(aval, axis).update(dtype=dtype)
+    return hand_on(nodes, node, cumulative_p, [operand], [empty], [aval, total], span, of=node, dim=axis, op=op)[:1]
 
 
 def _write_shift(nodes: list[Node], node: Node, span: Span) -> list[Value]:
@@ -60,7 +53,8 @@ def _write_shift(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     operand, fill = node.inputs
     aval, (dim, rows) = node.outputs[0].aval, shift_of(node)
     few = aval.update(shape=(*aval.shape[:dim], abs(rows), *aval.shape[dim + 1 :]))
-    return hand_on(nodes, node, shifted_p, [operand], [fill], [aval, few], span, dim=dim, reverse=rows < 0)[:1]
+    how = {"dim": dim, "op": "last", "reverse": rows < 0}
+    return hand_on(nodes, node, shifted_p, [operand], [fill], [aval, few], span, **how)[:1]
 
 
 def shift_of(node: Node) -> tuple[int, int]:
@@ -86,31 +80,21 @@ def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
 # --------------------------------------------------------------------------------------------------------------- rules
 
 
-def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move | Refusal:
-    ran, op = _along(node, placements, node.params["of"].params["axis"]), node.params["op"]
-    return ran or Move((placements[0], Partial(op)), (placements[0], WHOLE))
-
-
-def _along(node: Node, placements: tuple[Placement, ...], dim: int) -> Refusal | None:
-    """Why its operand is no tile of what it runs along: what it meets has had that cut another way since."""
-    cut = placements[0]
-    if not isinstance(cut, Tiled) or cut.dim == dim:
-        return None
-    return Refusal(f"cannot tile {node}: it is cut along dimension {cut.dim}, and runs along {dim}.\n{REMEDY}")
+def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | Refusal:
+    """A tile, and what it leaves; of what it meets may have had its operand cut another way since, none."""
+    cut, dim = placements[0], node.params["dim"]
+    if isinstance(cut, Tiled) and cut.dim != dim:
+        return Refusal(f"cannot tile {node}: it is cut along dimension {cut.dim}, and runs along {dim}.\n{REMEDY}")
+    return Move((cut, Partial(node.params["op"])), (cut, WHOLE))
 
 
 def emit_cumulative(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    of, (array, before) = node.params["of"], values
-    (part,), axis = of.bind([array]), of.params["axis"]
+    of, axis, (array, before) = node.params["of"], node.params["dim"], values
+    (part,) = of.bind([array])
     both = jnp.broadcast_arrays(jnp.expand_dims(before, axis), part.astype(before.dtype))
     joined = COMBINE[node.params["op"]](*both).astype(part.dtype)
     total = jnp.take(part, 0 if of.params["reverse"] else -1, axis=axis).astype(before.dtype)
     return [joined, total]
-
-
-def push_shifted(node: Node, placements: tuple[Placement, ...]) -> Move | Refusal:
-    ran = _along(node, placements, node.params["dim"])
-    return ran or Move((placements[0], Partial("last")), (placements[0], WHOLE))
 
 
 def emit_shifted(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -145,6 +129,6 @@ def emit_scan_part(node: Node, values: list[Any], move: Move, span: Span) -> lis
     return run_part(node.params["of"], values, move, span)
 
 
-register("cumulative", push=push_cumulative, emit=emit_cumulative, alone=True, trims=True)
-register("shifted", push=push_shifted, emit=emit_shifted, alone=True, trims=True)
+register("cumulative", push=push_along, emit=emit_cumulative, alone=True, trims=True)
+register("shifted", push=push_along, emit=emit_shifted, alone=True, trims=True)
 register("scan_part", push=push_scan_part, emit=emit_scan_part, trims=True)

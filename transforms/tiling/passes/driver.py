@@ -13,6 +13,7 @@ Were one of them wrong in that, its plan would be refused: `planned` counts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from transforms.tiling import regions, rules
 from transforms.tiling.analysis import rounding
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.frontend.trace import inline
+from transforms.tiling.frontend.trace import inline, rewrite_all
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies, equations
@@ -69,7 +70,6 @@ class Pass(NamedTuple):
 
     name: str
     run: Callable[[Work, Any], bool]
-    about: str
     answers: type[Obstacle] | None = None
 
 
@@ -77,10 +77,12 @@ class Pass(NamedTuple):
 
 
 def online_reductions(work: Work, found: Analysis) -> bool:
+    """A sum that waits for a maximum or a total shares its loop."""
     return rewrite(found, work.online, work.limits.options.span)
 
 
 def unrounded_results(work: Work, _: Analysis) -> bool:
+    """What the backward pass reads too is kept as it was summed."""
     outputs, first = list(work.graph.outputs), len(work.graph.outputs) - work.also
     for i, node in [(i, v.producer) for i, v in enumerate(outputs) if i >= first and v.producer is not None]:
         if node.name == "convert_element_type" and _wider(node.inputs[0], node.outputs[0]):
@@ -96,8 +98,8 @@ def _wider(value: Value, other: Value) -> bool:
 
 
 ALWAYS = (
-    Pass("online reductions", online_reductions, "a sum that waits for a maximum or a total shares its loop"),
-    Pass("unrounded results", unrounded_results, "what the backward pass reads too is kept as it was summed"),
+    Pass("online reductions", online_reductions),
+    Pass("unrounded results", unrounded_results),
 )
 
 
@@ -105,6 +107,7 @@ ALWAYS = (
 
 
 def whole_groups(work: Work, groups: Groups) -> bool:
+    """Tiles hold whole chunks, patches or strides: a few rows longer."""
     options = work.limits.options
     size = min(-(-options.size // groups.grain) * groups.grain, options.total)
     work.limits = dataclasses.replace(work.limits, options=dataclasses.replace(options, size=size))
@@ -113,6 +116,7 @@ def whole_groups(work: Work, groups: Groups) -> bool:
 
 
 def agree(work: Work, met: Disagreement) -> bool:
+    """No comparison sees what is computed again beside copies of it."""
     if met.again:
         made = agreement.compute_again(met)
         work.limits = dataclasses.replace(work.limits, again=work.limits.again | made)
@@ -129,34 +133,40 @@ def agree(work: Work, met: Disagreement) -> bool:
 
 
 def make_by_tiles(work: Work, large: Promote) -> bool:
+    """Whole values are made tile by tile, each tile its own part of them."""
     work.promoted |= large.placements
     return True
 
 
 def inline_call(work: Work, region: Inline) -> bool:
+    """A checkpointed body that takes more than one loop is part of the graph."""
     inline(work.graph, region.node)
     merge(work.graph)
     return True
 
 
 def sink_constants(work: Work, read: Sink) -> bool:
+    """A scan makes masks and positions itself, in each step."""
     sink(work.graph, read.node, read.operands, read.sources)
     return True
 
 
 def carry_state(work: Work, along: Along) -> bool:
+    """Recurrences and cumulative sums hand a state from tile to tile."""
     carry(work.graph, along.node, work.limits.options.span)
     work.refusal = None
     return True
 
 
 def run_backwards(work: Work, refusal: Refusal) -> bool:
+    """What runs from the last row to the first does so tile by tile."""
     reversed_ = {n for n, _ in refusal.origins if n.params.get("reverse")} - work.limits.backward
     work.limits = dataclasses.replace(work.limits, backward=work.limits.backward | reversed_)
     return bool(reversed_)
 
 
 def shifts(work: Work, refusal: Refusal) -> bool:
+    """Slices, padding and joins become shifts along the axis: a halo."""
     if not isinstance(refusal, Beside):
         work.refusal = work.refusal or refusal
     if not shifts_of.align(work.graph, work.limits.options.total):
@@ -166,56 +176,58 @@ def shifts(work: Work, refusal: Refusal) -> bool:
 
 
 def reversals(work: Work, _: Refusal) -> bool:
+    """What is reversed twice, or summed, is not reversed."""
     return move_reversals(work.graph)
 
 
 def grouped_products(work: Work, _: Refusal) -> bool:
-    return group(work.graph)
+    """What is repeated for the members of groups is read once."""
+    return rewrite_all(work.graph, group)
 
 
 def joined_gathers(work: Work, _: Refusal) -> bool:
-    return join(work.graph, work.limits)
+    """Rows that devices gather lie behind each other."""
+    return rewrite_all(work.graph, functools.partial(join, work.limits))
 
 
 def index_set_splitting(work: Work, refusal: Refusal) -> bool:
+    """Arrays of another length are computed in pieces."""
     return any(divide(work.graph, node, dim, work.divided) for node, dim in refusal.origins)
 
 
 def lifted_joins(work: Work, _: Refusal) -> bool:
+    """What is joined with a few rows is made of all."""
     return shifts_of.rewrite(work.graph, [(shifts_of.lift, work.limits.options.total)])
 
 
 def whole_operands(work: Work, beside: Beside) -> bool:
+    """What reads along the axis, and cannot be rewritten, may read a small array."""
     work.limits = dataclasses.replace(work.limits, granted=work.limits.granted | {node for node, _ in beside.origins})
     return True
 
 
 def stretched_limit(work: Work, _: Refusal) -> bool:
+    """What all cut inputs together take may be whole."""
     before, work.limits = work.limits.stretched, dataclasses.replace(work.limits, stretched=True)
     return not before
 
 
 ANSWERS = (
-    Pass("whole groups", whole_groups, "tiles hold whole chunks, patches or strides: a few rows longer", Groups),
-    Pass("agreement", agree, "no comparison sees what is computed again beside copies of it", Disagreement),
-    Pass("make by tiles", make_by_tiles, "whole values that each tile can make its own part of", Promote),
-    Pass("inline", inline_call, "a checkpointed body that takes more than one loop", Inline),
-    Pass("sink constants", sink_constants, "a scan makes masks and positions itself, in each step", Sink),
-    Pass("loop-carried state", carry_state, "recurrences and cumulative sums hand a state from tile to tile", Along),
-    Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", Refusal),
-    Pass("reversals", reversals, "what is reversed twice, or summed, is not reversed", Refusal),
-    Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
-    Pass("grouped products", grouped_products, "what is repeated for the members of groups is read once", Refusal),
-    Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),
-    Pass("lifted joins", lifted_joins, "what is joined with a few rows is made of all", Refusal),
-    Pass(
-        "whole operands",
-        whole_operands,
-        "what reads along the axis, and cannot be rewritten, may read a small array",
-        Beside,
-    ),
-    Pass("joined gathers", joined_gathers, "rows that devices gather lie behind each other", Refusal),
-    Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", Refusal),
+    Pass("whole groups", whole_groups, Groups),
+    Pass("agreement", agree, Disagreement),
+    Pass("make by tiles", make_by_tiles, Promote),
+    Pass("inline", inline_call, Inline),
+    Pass("sink constants", sink_constants, Sink),
+    Pass("loop-carried state", carry_state, Along),
+    Pass("run backwards", run_backwards, Refusal),
+    Pass("reversals", reversals, Refusal),
+    Pass("shifts", shifts, Refusal),
+    Pass("grouped products", grouped_products, Refusal),
+    Pass("index-set splitting", index_set_splitting, Refusal),
+    Pass("lifted joins", lifted_joins, Refusal),
+    Pass("whole operands", whole_operands, Beside),
+    Pass("joined gathers", joined_gathers, Refusal),
+    Pass("stretched limit", stretched_limit, Refusal),
 )
 
 REWRITES = 8  # for each equation; no plan is known to take more than one
@@ -251,7 +263,7 @@ def _planned(
     graph: Graph, placements: Sequence[Placement], limits: Limits, also: int
 ) -> tuple[tuple[Schedule, list[Value]] | Refusal, bool]:
     """The same, and whether anything was rewritten that need not be: it could have read whole arrays."""
-    work, rewritten = Work(graph, dataclasses.replace(limits, longest=2 * limits.options.size), also), False
+    work, rewritten = Work(graph, limits, also), False
     merge(graph)
     inside = (eqn for node in graph.nodes for body in bodies(node.params) for eqn in equations(body))
     most = REWRITES * (len(graph.nodes) + sum(1 for _ in inside) + 2)

@@ -9,25 +9,23 @@ from __future__ import annotations
 import math
 
 from transforms.tiling.analysis.limits import Limits
-from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.frontend.trace import Made
+from transforms.tiling.ir.graph import Node, Value
 
 
-def join(graph: Graph, limits: Limits) -> bool:
-    """Gather in one piece what a reshape joins. Returns whether any was.
+def join(limits: Limits, node: Node) -> Made:
+    """A reshape that joins what is gathered, as a gather in one piece.
 
     A device's share has to be small enough to be whole, as it then is.
     """
-    changed = False
-    for node in graph.nodes[:]:
-        before = node.inputs[0].producer if node.name == "reshape" else None
-        if before is None or not _apart(before, node.outputs[0]):
-            continue
-        if before.inputs[0].nbytes <= max(limits.largest, limits.together):
-            params = before.params | {"tiled": True}
-            node.change(primitive=before.primitive, params=params, inputs=before.inputs, source=before.source)
-            changed = True
-    graph.prune()
-    return changed
+    before = node.inputs[0].producer if node.name == "reshape" else None
+    if before is None or not _apart(before, node.outputs[0]):
+        return None
+    if before.inputs[0].nbytes > max(limits.largest, limits.together):
+        return None
+    how = {"primitive": before.primitive, "params": before.params | {"tiled": True}, "source": before.source}
+    made = node.like(before.inputs, [node.outputs[0].aval], **how)
+    return [made], made.outputs
 
 
 def _apart(node: Node, joined: Value) -> bool:

@@ -12,22 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.layout import named
-from transforms.tiling.frontend.trace import traced
-from transforms.tiling.ir.graph import Graph, Node, Value, elements
+from transforms.tiling.frontend.trace import Made, traced
+from transforms.tiling.ir.graph import Node, Value, elements
 
 
-def group(graph: Graph) -> bool:
-    """Let products read what was repeated along their last batch dimension. Returns whether any did not."""
-    changed = False
-    for node in list(graph.nodes):
-        for side in (0, 1) if node.name == "dot_general" else ():
-            if (found := _repeated(node, side)) is not None:
-                nodes, (result,) = traced(_grouped(node, side, *found[1:]), [found[0], node.inputs[1 - side]], node)
-                graph.replace(node, nodes, {node.outputs[0]: result})
-                changed = True
-                break
-    graph.prune()
-    return changed
+def group(node: Node) -> Made:
+    """A product that reads what was repeated along its last batch dimension."""
+    for side in (0, 1) if node.name == "dot_general" else ():
+        if (found := _repeated(node, side)) is not None:
+            return traced(_grouped(node, side, *found[1:]), [found[0], node.inputs[1 - side]], node)
+    return None
 
 
 def _repeated(node: Node, side: int) -> tuple[Value, int, int] | None:

@@ -18,16 +18,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from transforms.tiling.frontend.trace import inlined, traced
+from transforms.layout import TOGETHER, full, like
+from transforms.tiling.frontend.trace import append, inlined
 from transforms.tiling.ir.facts import Region, grain
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled
 from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned
+from transforms.tiling.passes.displaced.rows import slices
 from transforms.tiling.passes.pieces import Cut, Piece, combine, compute, join, places
 from transforms.tiling.primitives import REMAT
 from transforms.tiling.rules import RULES, Move, pulled
@@ -52,10 +52,11 @@ def divide(graph: Graph, node: Node, dim: int, known: set[Node]) -> bool:
     if node in known or node not in graph.nodes:
         return False
     known.add(node)
-    writer = _Writer(graph, known)
     if node.name == "split":
-        writer.unsplit(node)
-    elif not writer.begin(node, dim):
+        graph.replace(node, *slices(node))
+        return True
+    writer = _Writer(graph, known)
+    if not writer.begin(node, dim):
         return False
     for other in graph.nodes[graph.nodes.index(node) + 1 :]:
         writer.visit(other)
@@ -81,17 +82,16 @@ class _Writer:
         (out, source), shape = (node.outputs[0], node.inputs[0]), node.inputs[0].shape
         part, beside = cropped(node, dim), padded(node, dim)
         if part is not None:
-            pieces, where = [source], [(-part[0], shape[dim])]
+            joined = [source]
         elif beside is not None:
-            lengths = (beside[0], shape[dim], beside[1])
-            around = [self.filled(node, (*shape[:dim], n, *shape[dim + 1 :])) for n in beside]
-            pieces = [p for p, n in zip((around[0], source, around[1]), lengths, strict=True) if n]
-            where = [(start, n) for start, n in places(lengths) if n]
+            before, after = (self.filled(node, (*shape[:dim], n, *shape[dim + 1 :])) for n in beside)
+            joined = [before, source, after]
         elif node.name == "concatenate" and node.params["dimension"] == dim:
-            pieces = [v for v in node.inputs if v.shape[dim]]
-            where = places([v.shape[dim] for v in pieces])
+            joined = node.inputs
         else:
             return False
+        pieces = [v for v in joined if v.shape[dim]]
+        where = places([v.shape[dim] for v in pieces]) if part is None else [(-part[0], shape[dim])]
         if not 0 < len(pieces) <= MOST or not out.shape[dim]:
             return False
         self.spans = [Piece(start, length, out.shape[dim]) for start, length in where]
@@ -108,52 +108,30 @@ class _Writer:
             node.change(inputs=inputs)
         self.graph.reset([*kept, *self.nodes], outputs).sort().prune()
 
-    def unsplit(self, node: Node) -> None:
-        """Write a split as slices."""
-        axis, at = node.params["axis"], 0
-        for out, size in zip(node.outputs, node.params["sizes"], strict=True):
-            cut = functools.partial(lax.slice_in_dim, start_index=at, limit_index=at + size, axis=axis)
-            (self.same[out],) = self.trace(lambda x, cut=cut: [cut(x)], node.inputs, node)
-            at += size
-        self.gone.add(node)
-
     # ------------------------------------------------------------------------------------------------------ equations
 
     def visit(self, node: Node) -> None:
         """Rewrite an equation, if it reads a value in pieces."""
-        if all(self.find(v) not in self.cuts for v in node.inputs):
-            return
-        if node.name in REMAT:
-            self.enter(node)
-            return
-        if node.name == "scan" and self.scan(node):
-            return
-        if (outs := self.across(node)) is not None:
-            self.same.update(zip(node.outputs, outs, strict=True))
+        divided = any(self.find(v) in self.cuts for v in node.inputs)
+        if divided and any(way(node) for way in (self.enter, self.scan, self.across, self.by_rule)):
             self.gone.add(node)
-            return
-        placements = [c.placement if (c := self.cuts.get(self.find(v))) else WHOLE for v in node.inputs]
-        while any(isinstance(p, Tiled) for p in placements) and node.name in RULES:
-            move = RULES[node.name].push(node, tuple(placements))
-            if isinstance(move, Complete):
-                placements = [WHOLE if i in move.operands else p for i, p in enumerate(placements)]
-                continue
-            if isinstance(move, Move) and self.runs(node, move):
-                self.write(node, move)
-            return
 
-    def enter(self, node: Node) -> None:
-        """Put the body of a `jax.checkpoint` in its place."""
+    def enter(self, node: Node) -> bool:
+        """Put the body of a `jax.checkpoint` in its place. Returns whether it is one."""
+        if node.name not in REMAT:
+            return False
         nodes, outs = inlined(node)
         for other in nodes:
             self.visit(other)
             if other not in self.gone:
                 self.nodes.append(other)
         self.same.update(zip(node.outputs, outs, strict=True))
-        self.gone.add(node)
+        return True
 
     def scan(self, node: Node) -> bool:
         """Let a scan over a part of the axis pass by the rows beside it. Returns whether it is one."""
+        if node.name != "scan":
+            return False
         constants, carried = scan_counts(node)
         xs = [self.find(v) for v in node.inputs[constants + carried :]]
         cuts = [self.cuts[v] for v in xs if v in self.cuts]
@@ -164,11 +142,10 @@ class _Writer:
         outs = self.trace(functools.partial(scanned, node, self.spans[0]), ins, node)
         self.same.update(zip(node.outputs[:carried], outs, strict=False))
         self.cuts.update((v, Cut(Tiled(0), (x,))) for v, x in zip(node.outputs[carried:], outs[carried:], strict=True))
-        self.gone.add(node)
         return True
 
-    def across(self, node: Node) -> list[Value] | None:
-        """The results of an operation along the axis that an operand is in pieces of."""
+    def across(self, node: Node) -> bool:
+        """Let an operation along the axis read the pieces of it. Returns whether it is one."""
         for i, value in enumerate(node.inputs):
             cut, fn = self.cuts.get(self.find(value)), None
             if cut is not None and cut.placement.plain and node.name == "concatenate":
@@ -177,8 +154,22 @@ class _Writer:
                 fn = ACROSS[node.name](node, cut.placement, self.spans)
             if cut is not None and fn is not None:
                 others = [self.plain(v, node) for j, v in enumerate(node.inputs) if j != i]
-                return self.trace(fn, [*cut.pieces, *others], node)
-        return None
+                self.same.update(zip(node.outputs, self.trace(fn, [*cut.pieces, *others], node), strict=True))
+                return True
+        return False
+
+    def by_rule(self, node: Node) -> bool:
+        """Compute the results of a node piece by piece, as its rule has it. Returns whether that is a way."""
+        placements = [c.placement if (c := self.cuts.get(self.find(v))) else WHOLE for v in node.inputs]
+        while any(isinstance(p, Tiled) for p in placements) and node.name in RULES:
+            move = RULES[node.name].push(node, tuple(placements))
+            if isinstance(move, Complete):
+                placements = [WHOLE if i in move.operands else p for i, p in enumerate(placements)]
+                continue
+            if runs := isinstance(move, Move) and self.runs(node, move):
+                self.write(node, move)
+            return runs
+        return False
 
     def runs(self, node: Node, move: Move) -> bool:
         """Whether results of pieces can be put together."""
@@ -215,7 +206,6 @@ class _Writer:
                 (self.same[out],) = self.trace(merge, parts, node)
             else:
                 self.same[out] = parts[0]
-        self.gone.add(node)
 
     # ------------------------------------------------------------------------------------------------------- operands
 
@@ -267,14 +257,13 @@ class _Writer:
 
     def part(self, value: Value, want: Tiled, span: Piece, node: Node) -> Value | None:
         """A piece that was padded, or joined to others: what it was before."""
-        made, dim, at = value.producer, want.dim, 0
+        made, dim = value.producer, want.dim
         if made is None or not want.plain:
             return None
         if made.name == "concatenate" and made.params["dimension"] == dim:
-            for source in made.inputs:
-                if (at, source.shape[dim]) == (span.start, span.length):
+            for source, place in zip(made.inputs, places([v.shape[dim] for v in made.inputs]), strict=True):
+                if place == (span.start, span.length):
                     return self.plain(source, node)
-                at += source.shape[dim]
         if (beside := padded(made, dim)) is not None:
             source, first = made.inputs[0], beside[0]
             if (first, source.shape[dim]) == (span.start, span.length):
@@ -284,11 +273,10 @@ class _Writer:
         return None
 
     def filled(self, node: Node, shape: tuple[int, ...]) -> Value:
-        """What a `pad` puts beside its operand."""
-        return self.trace(lambda x: [jnp.broadcast_to(x, shape)], [self.find(node.inputs[1])], node)[0]
+        """What a `pad` puts beside its operand, spread as that is."""
+        aval = like(node.outputs[0].aval, shape)
+        return self.trace(lambda x: [full(aval, x, aval.dtype, TOGETHER)], [self.find(node.inputs[1])], node)[0]
 
     def trace(self, fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> list[Value]:
         """Append the equations of `fn`; return its results."""
-        nodes, outs = traced(fn, inputs, node)
-        self.nodes += nodes
-        return outs
+        return append(self.nodes, fn, inputs, node)

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.layout import TOGETHER, full, stacked
 from transforms.tiling.ir.graph import Graph, Node, State, Value, add
-from transforms.tiling.ir.obstacles import Complete
-from transforms.tiling.ir.placement import Placement, Span
-from transforms.tiling.rules import Move, of_nothing, register
+from transforms.tiling.ir.placement import Span
+from transforms.tiling.rules import Move, of_nothing, push_completed, register
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 begun_p = Primitive("begun")  # the same, of all tiles
@@ -31,7 +32,7 @@ def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span, rev
     (state,) = add(nodes, node, carried_p, [init], [aval])
     checkpoints = stacked(aval, -(-span.total // span.length))
     (begun,) = add([], node, begun_p, [state], [checkpoints], size=span.length)
-    producer(state).change(state=State(reverse, begun))
+    state.maker.change(state=State(reverse, begun))
     return state
 
 
@@ -58,23 +59,23 @@ def hand_on(
     return made
 
 
+def scalar(number: Any, dtype: Any) -> Value:
+    """One number as a value."""
+    return Value(ShapedArray((), dtype), const=np.asarray(number).astype(dtype))
+
+
 def resize(graph: Graph, total: int, size: int) -> None:
     """Have states for tiles of another length."""
     for begun in (s.checkpoints for n in graph.nodes if (s := n.state) is not None):
-        producer(begun).change(params={"size": size})
+        begun.maker.change(params={"size": size})
         begun.retype(begun.aval.update(shape=(-(-total // size), *begun.shape[1:])))
 
 
 def leave(state: Value, total: Value) -> None:
     """Let `total`, what a tile leaves, be the state that the next begins with."""
-    known = producer(state).state
+    known = state.maker.state
     assert known is not None
-    producer(state).change(state=dataclasses.replace(known, yielded=total))
-
-
-def producer(state: Value) -> Node:
-    assert state.producer is not None
-    return state.producer
+    state.maker.change(state=dataclasses.replace(known, yielded=total))
 
 
 def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:
@@ -82,7 +83,7 @@ def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, A
     state = node.state
     assert state is not None
     if source is state.checkpoints:
-        number = span.start // producer(source).params["size"]
+        number = span.start // source.maker.params["size"]
         return lax.dynamic_index_in_dim(given, number, 0, keepdims=False)
     aval = node.outputs[0].aval
     init = given if jnp.shape(given) == aval.shape else full(aval, given, aval.dtype, TOGETHER)
@@ -92,13 +93,9 @@ def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, A
     return lax.select(first, init, before[state.yielded])
 
 
-def push_carried(node: Node, placements: tuple[Placement, ...]) -> Complete:
-    return Complete([0], "begins a loop along the cut axis with it")
-
-
 def emit_begun(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return [jnp.expand_dims(values[0], 0)]
 
 
-register("carried", push=push_carried, resume=resume_state)
+register("carried", push=push_completed, reason="begins a loop along the cut axis with it", resume=resume_state)
 register("begun", push=of_nothing, emit=emit_begun)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import Made, rewrite_all, traced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.numbering import Numbers, constant_key
 from transforms.tiling.ir.terms import broadcast_by
@@ -42,16 +42,14 @@ def reassociate(graph: Graph, product: Product, numbers: Numbers) -> bool:
 
     `numbers` tell which values of that graph, and of the product's, are the same.
     """
-    changed = False
-    for node in list(graph.nodes):
+
+    def read(node: Node) -> Made:
         if node.name != "reduce_sum" or not jnp.issubdtype(node.outputs[0].dtype, jnp.floating):
-            continue
-        if (found := next(_matches(node, product, numbers), None)) is not None:
-            _write(graph, node, *found)
-            changed = True
-    if changed:
-        graph.sort().prune()
-    return changed
+            return None
+        found = next(_matches(node, product, numbers), None)
+        return None if found is None else _written(node, *found)
+
+    return rewrite_all(graph, read)
 
 
 def factors(value: Value, labels: Labels, power: int = 1) -> Iterator[Factor]:
@@ -168,8 +166,8 @@ class _Match:
         return left
 
 
-def _write(graph: Graph, node: Node, found: list[Factor], gone: set[Any]) -> None:
-    """Put the sum of a product of factors, over all that the result has no dimension for, in the place of a sum.
+def _written(node: Node, found: list[Factor], gone: set[Any]) -> tuple[list[Node], list[Value]]:
+    """A sum as that of a product of factors, over all that the result has no dimension for.
 
     The dimensions `gone` are not summed over: the product that is known has done that.
     """
@@ -207,5 +205,4 @@ def _write(graph: Graph, node: Node, found: list[Factor], gone: set[Any]) -> Non
         factors = [Factor(last.value, tuple(kept), 1), *others]
         return product(factors, [dot, *arrays[1:-1]], out)
 
-    nodes, (total,) = traced(compute, [f.value for f in found], node)
-    graph.replace(node, nodes, {result: total})
+    return traced(compute, [f.value for f in found], node)

@@ -40,6 +40,5 @@ def sink(
 
         return run_scan(node, with_gaps(kept, values[: len(kept)], len(node.inputs)), around(step))
 
-    nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
-    graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.replace(node, *traced(run, [*(node.inputs[i] for i in kept), *sources], node))
     graph.prune()

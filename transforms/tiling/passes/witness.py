@@ -6,6 +6,7 @@ A maximum is taken along dimensions, or of what indices send to one place (`segm
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.layout import TOGETHER, conform
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.obstacles import Complete
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.passes.loop_state import hand_on
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, identity
+from transforms.tiling.passes.loop_state import hand_on, scalar
 from transforms.tiling.rules import Move, refuse_partial, register, tiled
 
 witness_p = Primitive("witness")  # the extremum so far, its place, how many elements equal it, and the next best
@@ -47,13 +47,10 @@ class Groups(NamedTuple):
     def reduce(self, op: str, array: Any, like: Any, indices: Sequence[Any]) -> Any:
         """The "max", "min" or "sum" of each group, in the shape of `like`."""
         if self.numbers is None:
-            return (
-                jnp.sum(array, self.dims, array.dtype)
-                if op == "sum"
-                else {"max": jnp.max, "min": jnp.min}[op](array, self.dims)
-            )
+            total = functools.partial(jnp.sum, dtype=array.dtype)
+            return {"max": jnp.max, "min": jnp.min, "sum": total}[op](array, self.dims)
         scatter = {"max": lax.scatter_max, "min": lax.scatter_min, "sum": lax.scatter_add}[op]
-        nothing = jnp.full(like.shape, 0 if op == "sum" else _worst(op, array.dtype), array.dtype)
+        nothing = jnp.full(like.shape, identity(op, array.dtype), array.dtype)
         return scatter(nothing, indices[0], array, self.numbers, mode=self.mode)
 
     def spread(self, each: Any, array: Any, indices: Sequence[Any]) -> Any:
@@ -90,24 +87,13 @@ def witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
     best = reduction.outputs[0].aval
     places = best.update(dtype=jnp.dtype(jnp.int32), weak_type=False)
     outs = [best, places, places, places, best]
-    worst = _constant(_worst(kind["op"], best.dtype), best.dtype)
-    nowhere, none = _constant(NOWHERE, places.dtype), _constant(0, places.dtype)
+    worst = scalar(identity(kind["op"], best.dtype), best.dtype)
+    nowhere, none = scalar(NOWHERE, places.dtype), scalar(0, places.dtype)
     start = reduction.inputs[0] if kind["groups"].numbers else worst
     nodes: list[Node] = []
     now = hand_on(nodes, reduction, witness_p, operands, [start, nowhere, nowhere, none, worst], outs, span, **kind)
     graph.insert(nodes, before=reduction)
     return list(now[1:])
-
-
-def _constant(number: Any, dtype: Any) -> Value:
-    return Value(ShapedArray((), dtype), const=np.asarray(number, dtype))
-
-
-def _worst(op: str, dtype: Any) -> Any:
-    """What every number is at least as good as."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -np.inf if op == "max" else np.inf
-    return jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max
 
 
 def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
@@ -131,7 +117,7 @@ def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[
     spread = lambda each: groups.spread(each, array, indices)
     best = reduce(op, array, before[0])
     ties = array == spread(best)
-    second = reduce(op, jnp.where(ties, _worst(op, array.dtype), array), best)
+    second = reduce(op, jnp.where(ties, identity(op, array.dtype), array), best)
     rows = _rows(array, cut, span)
     row = reduce("min", jnp.where(ties, rows, NOWHERE), before[1])
     column = jnp.where(ties & (rows == spread(row)), _column(array, cut.dim, groups.dims), NOWHERE)
@@ -141,7 +127,7 @@ def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[
     equal = best == before[0]
     found = [jnp.where(better | (equal & (row < before[1])), x, y) for x, y in zip(now, before, strict=True)]
     found[3] = jnp.where(better, now[3], before[3] + jnp.where(equal, now[3], 0))
-    other = jnp.where(equal, _worst(op, best.dtype), jnp.where(better, before[0], best))  # the less good of both
+    other = jnp.where(equal, identity(op, best.dtype), jnp.where(better, before[0], best))  # the less good of both
     either = jnp.maximum if op == "max" else jnp.minimum
     return [*found[:4], either(either(second, before[4]), other)]
 
@@ -198,7 +184,7 @@ def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[
     row, column, count, second = places
     here = (_rows(array, cut, span) == row) & (_column(array, cut.dim, groups.dims) == column)
     beyond = array >= best if op == "max" else array <= best
-    inside = jnp.nextafter(best, jnp.full_like(best, _worst(op, best.dtype)))
+    inside = jnp.nextafter(best, jnp.full_like(best, identity(op, best.dtype)))
     # All else stays on the side where it was; where a group began with its extremum, that is all.
     lone = jnp.where(here, best, jnp.where(beyond, inside, array))
     # Where a function saturates, others are as near: what has the number itself is a tie then, and nothing else.

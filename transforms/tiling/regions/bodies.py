@@ -28,8 +28,8 @@ def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement]
     return LOWERING[0](found, ins, outs, span)
 
 
-def join(first: Placement, second: Placement) -> Placement | None:
-    """Where a value stands that may come from two places: what is Whole can be cut, or counted once."""
+def join(first: Placement | None, second: Placement | None) -> Placement | None:
+    """Where a value stands that may come from two places, if they agree: what is Whole can be cut, or counted once."""
     if first == second or isinstance(second, Whole):
         return first
     return second if isinstance(first, Whole) else None

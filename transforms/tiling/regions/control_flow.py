@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from transforms.tiling.frontend.flatten import body_graph, flatten, solver
 from transforms.tiling.frontend.trace import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
 from transforms.tiling.ir.graph import Graph, Node
+from transforms.tiling.ir.jaxprs import body_key
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
 from transforms.tiling.ir.walks import ancestors, closure, operands
@@ -32,9 +34,8 @@ def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
     return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,), bodies.held(found))
 
 
-def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+def emit_remat(node: Node, values: list[Any], move: Region, span: Span) -> list[Any]:
     """Bind the primitive, with its own parameters, around the body at tile size."""
-    assert isinstance(move, Region)
 
     def run(start: Any, *values: Any) -> list[Any]:
         return bodies.at_tile(move.bodies[0], move.ins, move.outs, span._replace(start=start))(values)
@@ -87,13 +88,8 @@ def run_while(node: Node, values: Sequence[Any], carries: Sequence[int], test: B
     """The carried values `carries` after a while loop, None for the others."""
     tests = node.params["cond_nconsts"]
     first = tests + node.params["body_nconsts"]
-    count = len(node.outputs)
-
-    def full(state: list[Any]) -> list[Any]:
-        return bodies.with_gaps(carries, state, count)
-
-    def go_on(state: list[Any]) -> Any:
-        return test([*values[:tests], *full(state)])[0]
+    full = lambda state: bodies.with_gaps(carries, state, len(node.outputs))
+    go_on = lambda state: test([*values[:tests], *full(state)])[0]
 
     def step(state: list[Any]) -> list[Any]:
         outs = body([*values[tests:first], *full(state)])
@@ -102,8 +98,7 @@ def run_while(node: Node, values: Sequence[Any], carries: Sequence[int], test: B
     return full(lax.while_loop(go_on, step, [values[first + i] for i in carries]))
 
 
-def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    assert isinstance(move, Region)
+def emit_while(node: Node, values: list[Any], move: Region, span: Span) -> list[Any]:
     tests = node.params["cond_nconsts"]
     first = tests + node.params["body_nconsts"]
     ended, found = move.bodies
@@ -135,48 +130,43 @@ def push_cond(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
 
 
 def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
     found: list[Analysis] = []
-    for graph in graphs:
+    for graph in branches_of(node):
         branch = body_of(graph, placements[1:], placements, 1)
         if isinstance(branch, Obstacle):
             return branch
         found.append(branch)
-    outs: list[Placement] = []
-    for number in range(len(node.outputs)):
-        placement: Placement | None = WHOLE
-        for graph, branch in zip(graphs, found, strict=True):
-            if placement is not None:
-                placement = bodies.join(placement, branch.fact(graph.outputs[number]).placement)
-        if placement is None:
-            return wait(placements, "has branches whose results are cut along different dimensions")
-        outs.append(placement)
-    return Region(tuple(outs), placements, tuple(found))
+    placed = ([branch.fact(v).placement for v in branch.graph.outputs] for branch in found)
+    outs = tuple(functools.reduce(bodies.join, places, WHOLE) for places in zip(*placed, strict=True))
+    if None in outs:
+        return wait(placements, "has branches whose results are cut along different dimensions")
+    return Region(outs, placements, tuple(found))  # ty: ignore[invalid-argument-type]
 
 
-def choose(node: Node, index: Any, branches: Sequence[Callable[..., Any]], values: Sequence[Any]) -> Any:
-    """`lax.switch`; or, where the platform chooses, `lax.platform_dependent`."""
+def branches_of(node: Node) -> list[Graph]:
+    return [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
+
+
+def choose(node: Node, values: Sequence[Any], runs: Sequence[Body]) -> Any:
+    """`lax.switch`; or, where the platform chooses, `lax.platform_dependent`: which sees what all branches read."""
+    index, *values = values
+    branches = [lambda *values, run=run: run(values) for run in runs]
     if (platforms := node.params.get("branches_platforms")) is None:
         return lax.switch(index, branches, *values)
     named = {p: fn for names, fn in zip(platforms, branches, strict=True) for p in names or ("default",)}
     return lax.platform_dependent(*values, **named)
 
 
-def emit_cond(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    assert isinstance(move, Region)
-
-    def branch(found: Analysis) -> Callable[..., Any]:
+def emit_cond(node: Node, values: list[Any], move: Region, span: Span) -> list[Any]:
+    def branch(found: Analysis) -> Body:
         body = bodies.at_tile(found, move.ins[1:], move.outs, span)
-        return lambda *values: [bodies.widen(x, p, span) for x, p in zip(body(values), move.outs, strict=True)]
+        return lambda values: [bodies.widen(x, p, span) for x, p in zip(body(values), move.outs, strict=True)]
 
-    return choose(node, values[0], [branch(b) for b in move.bodies], values[1:])
+    return choose(node, values, [branch(b) for b in move.bodies])
 
 
 def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
-    runs = [bodies.whole_body(graph, wanted) for graph in graphs]
-    branches = [lambda *values, run=run: run(values) for run in runs]
-    return choose(node, values[0], branches, values[1:])  # which sees what is an operand in all of them
+    return choose(node, values, [bodies.whole_body(graph, wanted) for graph in branches_of(node)])
 
 
 # ------------------------------------------------------------------------------------- custom derivatives, callbacks
@@ -185,7 +175,7 @@ def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[
 def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A function, or a solve, with its own derivative rule, in a graph yet to be differentiated: placed, never run."""
     closed, taken = solver(node.params, placements) if node.name == SOLVE else (None, placements)
-    graph = body_graph(node, CUSTOM_CALLS[node.name]) if closed is None else flatten(closed)
+    graph = body_graph(node, body_key(node.params)) if closed is None else flatten(closed)
     found = analyse(graph, taken, None)
     if isinstance(found, Obstacle):
         return found

@@ -55,8 +55,7 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     return Region(tuple(outs), placements, (found,), held(found))
 
 
-def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    assert isinstance(move, Region)
+def emit(node: Node, values: list[Any], move: Region, span: Span) -> list[Any]:
     (found,) = move.bodies
     ins = [inside(node, spec, p) for spec, p in zip(node.params["in_specs"], move.ins, strict=True)]
     outs = [found.fact(v).placement for v in found.graph.outputs]

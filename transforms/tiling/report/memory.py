@@ -125,7 +125,7 @@ def _expanded(graph: Graph, same: dict[Value, Value]) -> Iterator[Node]:
 
 def _body_in_place(node: Node) -> Graph | None:
     if node.name in REMAT:
-        return flatten(body(node.params, "jaxpr"))
+        return flatten(body(node.params))
     index = node.inputs[0].producer if has(node.name, "branches") else None
     if index is None or not has(index.name, "platform"):
         return None
@@ -162,8 +162,7 @@ def _within(node: Node) -> int:
     """Bytes that a node takes while it runs: the most of its bodies."""
     if node.name not in NESTED:
         return 0
-    key = "body_jaxpr" if has(node.name, "tested") else "jaxpr"
-    bodies = node.params["branches"] if has(node.name, "branches") else [body(node.params, key)]
+    bodies = node.params["branches"] if has(node.name, "branches") else [body(node.params)]
     return max(_peak(_sliced(node, inner), not has(node.name, "devices")) for inner in bodies)
 
 

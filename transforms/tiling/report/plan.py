@@ -463,16 +463,8 @@ def fewest(make: Callable[[int], Program], total: int, rows: int, budget: int) -
         )
     low, high = 1, most
     # First of counts that divide the axis: the rest of any other is a loop of its own, and may take as much again.
-    even = [n for n in range(2, most) if total % n == 0]
-    while between := [n for n in even if low < n < high]:
-        n = between[len(between) // 2]
-        low, high = (low, n) if fits(n) else (n, high)
-    while high - low > 1:
-        # Memory falls like a + b / n: try where that says, but at least halve what is left every other time.
-        b = (taken[low] - taken[high]) / (1 / low - 1 / high)
-        a = taken[low] - b / low
-        guess = int(b / (budget - a)) + 1 if b > 0 and budget > a else 0
-        for n in (guess, (low + high) // 2):
-            if low < n < high:
-                low, high = (low, n) if fits(n) else (n, high)
+    for counts in ([n for n in range(2, most) if total % n == 0], range(2, most)):
+        while between := [n for n in counts if low < n < high]:
+            n = between[len(between) // 2]
+            low, high = (low, n) if fits(n) else (n, high)
     return made[high]

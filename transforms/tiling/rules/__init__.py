@@ -30,6 +30,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transforms.layout import shares, there
 from transforms.tiling.ir.graph import Node, Value, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Move, Partial, Placement, Span, Tiled, Whole
@@ -44,7 +45,7 @@ Localise = Callable[[Node, Move, Span], dict[str, Any]]
 class Rule:
     push: Push
     pull: Pull | None = None
-    localise: Localise | None = None
+    localise: Localise = lambda node, move, span: node.params
     emit: Callable[[Node, list[Any], Move, Span], list[Any]] | None = None
     accumulate: Callable[[Node, list[Any], Any, Span], Any] | None = None
     part: Callable[[Node, Sequence[Any], Sequence[int]], list[Any]] | None = None
@@ -52,7 +53,7 @@ class Rule:
     resume: Callable[[Node, Value, Any, Mapping[Value, Any], Span], Any] | None = None
     unfit: Callable[[Node, Move, Span], str | None] | None = None
     wide: Callable[[Node, list[Any], Any, Span], Any] | None = None
-    factors: Callable[[Node], Any] | None = None
+    factors: Callable[[Node], Any] = lambda node: None
     heavy: bool = False  # pulled only where the whole result would be too large
     alone: bool = False  # runs on the tile's own rows, with none beside it
     trims: bool = False  # leaves out the results that stand nowhere
@@ -125,17 +126,24 @@ def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Compute one tile of a node's results from its operands."""
     rule = RULES[node.name]
     if rule.emit is not None:
+        start = there(span.start, node.outputs[0].aval) if node.outputs else span.start
         with node.context.manager:
-            return rule.emit(node, values, move, span)
-    params = None if rule.localise is None else rule.localise(node, move, span)
-    return node.bind(values, params)
+            return rule.emit(node, values, move, span._replace(start=start))
+    return node.bind(values, rule.localise(node, move, span))
 
 
 def pulled(node: Node, want: Tiled) -> Move | None:
-    """How one tile of a node's only result is made from operands that are whole, if there is a way."""
+    """How one tile of a node's only result is made from operands that are whole, if there is a way.
+
+    There is none where it is not a part of each device's share of an operand.
+    """
     pull = RULES[node.name].pull
     ins = pull(node, want) if pull is not None and len(node.outputs) == 1 else None
-    return None if ins is None else Move((want,), ins)
+    if ins is None:
+        return None
+    both = zip(node.inputs, ins, strict=True)
+    across = any(isinstance(p, Tiled) and p.major % shares(v.aval, p.dim) for v, p in both)
+    return None if across else Move((want,), ins)
 
 
 # ------------------------------------------------------------------------------------------ what several rules share
@@ -143,6 +151,10 @@ def pulled(node: Node, want: Tiled) -> Move | None:
 
 def tiled(placements: Sequence[Placement]) -> list[int]:
     return [i for i, p in enumerate(placements) if isinstance(p, Tiled)]
+
+
+def first_cut(placements: Sequence[Placement]) -> tuple[int, Tiled]:
+    return next((i, p) for i, p in enumerate(placements) if isinstance(p, Tiled))
 
 
 def partial(placements: Sequence[Placement]) -> list[int]:
@@ -201,9 +213,7 @@ def by_cut(push: Callable[[Node, tuple[Placement, ...], Tiled], Move | Obstacle]
     def rule(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         if (found := linear(node, placements)) is not None:
             return found
-        cuts = tiled(placements)
-        cut = placements[cuts[0]]
-        assert isinstance(cut, Tiled)
+        cuts, (_, cut) = tiled(placements), first_cut(placements)
         if any(placements[i] != cut for i in cuts):
             return unlike(node, cuts)
         return push(node, placements, cut)

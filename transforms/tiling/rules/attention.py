@@ -13,8 +13,8 @@ import dataclasses
 
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
-from transforms.tiling.rules import Move, refuse_partial, register, tiled, unlike
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement
+from transforms.tiling.rules import Move, first_cut, refuse_partial, register, tiled, unlike
 
 REASON = "is a kernel that was written for whole arrays"
 OPERANDS = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v".split()
@@ -35,9 +35,8 @@ def letters(node: Node) -> tuple[list[str], list[str]]:
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     if (parts := refuse_partial(node, placements, REASON)) is not None:
         return parts
-    cuts, (ins, outs) = tiled(placements), letters(node)
-    cut, names = placements[cuts[0]], ins[cuts[0]]
-    assert isinstance(cut, Tiled)
+    cuts, (ins, outs), (first, cut) = tiled(placements), letters(node), first_cut(placements)
+    names = ins[first]
     letter = names[cut.dim] if cut.dim < len(names) else ""
     if letter not in ("B", "N", "K") or cut.group > 1 or any(0 not in v.shape for v in node.inputs[OFFSETS]):
         return Complete(cuts, REASON if letter != "T" else "attends along the cut axis")

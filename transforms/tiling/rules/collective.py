@@ -62,10 +62,8 @@ def is_spread(sharding: Any, dim: int) -> bool:
 
 def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Arrays are put somewhere one by one."""
-    targets = node.params["devices"] if "devices" in node.params else [node.params["dst_sharding"]]
-    sources = [getattr(v.aval, "sharding", None) for v in node.inputs] if "dst_sharding" in node.params else targets
-    for i, (p, target, source) in enumerate(zip(placements, targets, sources, strict=True)):
-        if isinstance(p, Tiled) and (is_spread(target, p.dim) or is_spread(source, p.dim)):
+    for i, (p, target) in enumerate(zip(placements, node.params["devices"], strict=True)):
+        if isinstance(p, Tiled) and is_spread(target, p.dim):
             return Complete([i], "spreads the cut axis over devices")
         if isinstance(p, Partial):
             return Complete([i], "puts it somewhere")

@@ -1,4 +1,7 @@
-"""dot_general: a cut free or batch dimension stays cut, a cut contracted one leaves a partial sum."""
+"""dot_general: a cut free or batch dimension stays cut, a cut contracted one leaves a partial sum.
+
+Likewise products of rows with the matrix of their group (mixtures of experts): a tile of rows has its own group sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from transforms import layout, products
 from transforms.bits import bits, numbers
 from transforms.tiling.ir.graph import Node, elements
-from transforms.tiling.ir.placement import Partial, Span
-from transforms.tiling.rules import Move
-from transforms.tiling.rules.factors import Factors, register_factors
+from transforms.tiling.ir.obstacles import Complete, Obstacle
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.rules import Move, no_sums, partial, refuse_partial, register, tiled
+from transforms.tiling.rules.factors import Factors, push_factor, register_factors
 
 
 def factors(node: Node) -> Factors:
@@ -32,8 +37,9 @@ def product(node: Node, numbers: Any) -> Factors:
     return Factors([left, right], [[*batched, *free]], reduced=dict.fromkeys(summed, "sum"))
 
 
-def dot(node: Node, lhs: Any, rhs: Any, dtype: Any, span: Span) -> Any:
+def dot(node: Node, operands: Sequence[Any], dtype: Any, span: Span) -> Any:
     """The node's dot_general with a result of `dtype`, wider than its operands if need be."""
+    lhs, rhs = operands
     plain = lambda lhs, rhs: node.bind([lhs, rhs], dict(node.params, preferred_element_type=dtype))[0]
     if _has_kernel(node, [lhs, rhs], dtype):
         if products.is_kernel(lhs, rhs, node.params["dimension_numbers"], dtype):
@@ -70,15 +76,11 @@ def _multiply(node: Node, operands: Sequence[Any], dtype: Any) -> Any:
         return products.multiply(*operands, node.params["dimension_numbers"], dtype)
 
 
-def wide(node: Node, values: list[Any], dtype: Any, span: Span) -> Any:
-    return dot(node, *values, dtype, span)
-
-
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     (out,), (placement,) = node.outputs, move.outs
     if isinstance(placement, Partial):
-        return [dot(node, *values, span.wide(out.dtype), span)]
-    return [dot(node, *values, out.dtype, span)] if _has_kernel(node, values, out.dtype) else node.bind(values)
+        return [dot(node, values, span.wide(out.dtype), span)]
+    return [dot(node, values, out.dtype, span)] if _has_kernel(node, values, out.dtype) else node.bind(values)
 
 
 # Below this many bytes one more temporary of the accumulator's size is nothing to save.
@@ -87,10 +89,9 @@ SMALL = 4 << 20
 
 def longest(node: Node, names: Iterable[Any]) -> Any | None:
     """Of some factors that of the most elements; of those alone whose length is the same in every tile."""
-    stated = factors(node)
-    sizes = {
-        name: n for v, own in zip(node.inputs, stated.ins, strict=True) for name, n in zip(own, v.shape, strict=True)
-    }
+    sizes: dict[Any, Any] = {}
+    for value, own in zip(node.inputs, factors(node).ins, strict=True):
+        sizes |= zip(own, value.shape, strict=True)
     known = [name for name in names if isinstance(sizes[name], int)]
     return max(known, key=sizes.__getitem__, default=None)
 
@@ -108,15 +109,12 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
     pass over it twice more. So the dot runs in chunks of its largest uncut dimension, each added in place.
     """
 
-    def plain(total: Any, lhs: Any, rhs: Any) -> Any:
-        return total + dot(node, lhs, rhs, total.dtype, span)
-
+    plain = lambda total, *operands: total + dot(node, operands, total.dtype, span)
     where, size = longest(node, free(node)), elements(total.shape) * total.dtype.itemsize
     if where is None or not span.chunks or size < SMALL:
         return plain(total, *values)
-    return lax.platform_dependent(
-        total, *values, cpu=lambda total, *ops: chunked(node, ops, total, where, size), default=plain
-    )
+    in_chunks = lambda total, *operands: chunked(node, operands, total, where, size)
+    return lax.platform_dependent(total, *values, cpu=in_chunks, default=plain)
 
 
 def chunked(node: Node, operands: Sequence[Any], total: Any, name: Any, size: int) -> Any:
@@ -154,4 +152,55 @@ def chunked(node: Node, operands: Sequence[Any], total: Any, name: Any, size: in
 CHUNK, CHUNKS = 8 << 20, 32  # at least so many bytes, and no more than so many chunks
 
 
-register_factors("dot_general", factors=factors, heavy=True, emit=emit, accumulate=accumulate, wide=wide)
+# ---------------------------------------------------------------------- products of rows with the matrix of their group
+
+
+def ragged_dim(node: Node) -> int:
+    """The dimension of the first operand whose rows are of groups."""
+    return node.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]
+
+
+def ragged_factors(node: Node) -> Factors:
+    """`([m k], [g k n], [g]) -> [m n]`; where `m` is summed over, `([k m], [m n], [g]) -> [g k n]`."""
+    numbers, ragged = node.params["ragged_dot_dimension_numbers"], ragged_dim(node)
+    contract, batch = numbers.dot_dimension_numbers
+    found = product(node, (contract, batch))
+    (left, right), (out,) = found.ins, found.outs
+    groups = [right[d] for d in numbers.rhs_group_dimensions]
+    first = ["group"] if ragged in contract[0] else []
+    blocked = dict.fromkeys([*groups, *([left[ragged]] if ragged in batch[0] else ())], "groups the cut axis")
+    outs = [[*first, *(name for name in out if name not in groups)]]
+    return Factors([left, right, ["group"]], outs, reduced=found.reduced, blocked=blocked)
+
+
+by_factors = push_factor(ragged_factors, no_sums)
+
+
+def push_ragged(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+    """As factors say, where each tile of the rows can tell which groups they are of: not from a part of the groups."""
+    cuts, ragged = tiled(placements), ragged_dim(node)
+    if 2 in cuts or len(node.inputs[2].shape) != 1 or node.params["group_offset"] is not None:
+        return refuse_partial(node, placements) or Complete(cuts, "needs the sizes of all groups")
+    move = by_factors(node, placements)
+    rows = move.ins[0] if isinstance(move, Move) else WHOLE
+    if isinstance(rows, Tiled) and rows.dim == ragged and not rows.plain:
+        return Complete(cuts, "groups the cut axis")
+    return move
+
+
+def emit_ragged(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    lhs, rhs, sizes = values
+    cut, ragged = move.ins[0], ragged_dim(node)
+    if isinstance(cut, Tiled) and cut.dim == ragged:
+        ends = jnp.cumsum(sizes, dtype=sizes.dtype)
+        start = jnp.asarray(span.start, sizes.dtype)
+        inside = [jnp.clip(x, start, start + span.length) for x in (ends - sizes, ends)]
+        sizes = inside[1] - inside[0]
+    if not partial(move.outs):
+        return node.bind([lhs, rhs, sizes])
+    dtype = span.wide(node.outputs[0].dtype)
+    return node.bind([lhs.astype(dtype), rhs.astype(dtype), sizes], node.params | {"preferred_element_type": dtype})
+
+
+register_factors("dot_general", factors=factors, heavy=True, emit=emit, accumulate=accumulate, wide=dot)
+register("ragged_dot_general", push=push_ragged, emit=emit_ragged, alone=True)

@@ -62,12 +62,7 @@ MARKS = ("nonbatchable", "nondifferentiable_backward", "nontraceable", "select_i
 register_factors(*having("elementwise"), *COMPLEX, "threefry2x32", factors=elementwise, sums=refuse_partial)
 register_factors("add", "add_any", "sub", "neg", "mul", "select_n", *having("alias"), factors=elementwise)
 register_factors(*MARKS, factors=elementwise)
-register_factors(
-    "convert_element_type",
-    factors=elementwise,
-    sums=converted,
-    wide=widened,
-)
+register_factors("convert_element_type", factors=elementwise, sums=converted, wide=widened)
 register_factors("div", factors=elementwise, sums=divided)
 register_factors("max", "min", factors=elementwise, sums=extremum)
 register_factors("bitcast_convert_type", factors=leading)

@@ -22,7 +22,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
 from transforms.tiling.ir.terms import Dims
 from transforms.tiling.ir.walks import closure, scan_counts
-from transforms.tiling.rules import RULES, Move, Pull, Push, linear, refuse_partial, register, tiled, unlike
+from transforms.tiling.rules import RULES, Move, Pull, Push, first_cut, linear, refuse_partial, register, tiled, unlike
 
 ALONG = "runs along the cut axis"
 Names = Sequence[Any]  # of the factors of an array's dimensions; None for a dimension that no other array has
@@ -74,10 +74,8 @@ def push_factor(factors: Stated, sums: Sums, along: Along | None = None) -> Push
     def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         if (found := sums(node, placements) or refuse_partial(node, placements)) is not None:
             return found
-        stated, cuts = factors(node), tiled(placements)
-        cut = placements[cuts[0]]
-        assert isinstance(cut, Tiled)
-        name = stated.ins[cuts[0]][cut.dim]
+        stated, cuts, (first, cut) = factors(node), tiled(placements), first_cut(placements)
+        name = stated.ins[first][cut.dim]
         wanted = tuple(_stands(dims, name, cut) for dims in stated.ins)
         if any(placements[i] != wanted[i] for i in cuts):
             return unlike(node, cuts)
@@ -158,8 +156,7 @@ REPEATS = ("broadcast_in_dim", "transpose", "reshape", "squeeze")
 
 def origins(node: Node, operand: int = 0) -> dict[int, int] | None:
     """Of the dimensions of a node's result that an operand has too, which of its own each is; None if nobody says."""
-    factors = RULES[node.name].factors
-    stated = None if factors is None else factors(node)
+    stated = RULES[node.name].factors(node)
     return None if stated is None else stated.origins(operand)
 
 
@@ -177,8 +174,7 @@ def corresponding(node: Node) -> Factors | None:
         left, right, out = node.params["dimension_numbers"]
         names = lambda **known: [next((n for n, d in known.items() if d == at), None) for at in range(len(out))]
         return Factors([names(batch=left[0]), names(features=right[0])], [names(batch=out[0], features=out[1])])
-    factors = RULES[node.name].factors
-    return None if factors is None else factors(node)
+    return RULES[node.name].factors(node)
 
 
 def connected(graph: Graph, dims: Iterable[tuple[Value, int]]) -> set[tuple[Value, int]]:

@@ -9,23 +9,11 @@ from transforms.tiling.rules.factors import Factors, register_factors
 
 # How many of each operand's last dimensions one matrix or vector takes.
 CORE = {
-    "cholesky": (2,),
-    "cholesky_update": (2, 1),
-    "eig": (2,),
-    "eigh": (2,),
-    "geqp3": (2, 1),
-    "geqrf": (2,),
-    "hessenberg": (2,),
-    "householder_product": (2, 1),
-    "lu": (2,),
+    **dict.fromkeys("cholesky eig eigh geqrf hessenberg lu qr schur svd tridiagonal".split(), (2,)),
+    **dict.fromkeys("cholesky_update geqp3 householder_product".split(), (2, 1)),
+    **dict.fromkeys(["symmetric_product", "triangular_solve"], (2, 2)),
     "lu_pivots_to_permutation": (1,),
     "ormqr": (2, 1, 2),
-    "qr": (2,),
-    "schur": (2,),
-    "svd": (2,),
-    "symmetric_product": (2, 2),
-    "triangular_solve": (2, 2),
-    "tridiagonal": (2,),
     "tridiagonal_solve": (1, 1, 1, 2),
 }
 

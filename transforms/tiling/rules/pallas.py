@@ -15,7 +15,7 @@ from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.jaxprs import equations
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
-from transforms.tiling.rules import Move, refuse_partial, register, tiled
+from transforms.tiling.rules import Move, first_cut, refuse_partial, register, tiled
 
 
 class Walk(NamedTuple):
@@ -97,9 +97,7 @@ def order(node: Node, index: int) -> str | None:
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     if (parts := refuse_partial(node, placements, "is a kernel that was written for whole arrays")) is not None:
         return parts
-    cut = tiled(placements)
-    first, placement = cut[0], placements[cut[0]]
-    assert isinstance(placement, Tiled)
+    cut, (first, placement) = tiled(placements), first_cut(placements)
     found = walk(node, first, placement.dim)
     if isinstance(found, str):
         return Complete(cut, found)
@@ -137,13 +135,11 @@ def localise(node: Node, move: Move, span: Span) -> dict[str, Any]:
     """The same call with a shorter grid."""
     if (why := unfit(node, move, span)) is not None:
         raise TileError(f"cannot tile {node}: it {why}.\n  Pass size=, a multiple of its blocks.")
-    places, first = (*move.ins, *move.outs), tiled(move.ins)[0]
+    places, (first, cut) = (*move.ins, *move.outs), first_cut(move.ins)
     shapes = [span.local_shape(v.shape, p) for v, p in zip((*node.inputs, *node.outputs), places, strict=True)]
     maps = mappings(node)
     both = [(mapping, shape) for mapping, shape in zip(maps, shapes, strict=True) if mapping is not None]
     made = [dataclasses.replace(m, array_aval=m.array_aval.update(shape=shape)) for m, shape in both]
-    cut = places[first]
-    assert isinstance(cut, Tiled)
     found = walk(node, first, cut.dim)
     assert isinstance(found, Walk)
     grid = list(node.params["grid_mapping"].grid)

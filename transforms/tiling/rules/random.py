@@ -50,19 +50,14 @@ def pull_generator(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     """One tile of the bits, or keys, of a whole key."""
     if not counts(node) or want.dim < len(node.inputs[0].shape):
         return pull_factor(counted(leading))(node, want)
-    by_position = jax.config.jax_threefry_partitionable  # ty: ignore[missing-attribute]
-    return (Whole(),) if by_position else None
-
-
-def made_by_counting(move: Move) -> bool:
-    return isinstance(move.ins[0], Whole) and isinstance(move.outs[0], Tiled)
+    return (Whole(),) if jax.config.jax_threefry_partitionable else None  # ty: ignore[missing-attribute]
 
 
 def emit_bits(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """What `jax.random.bits` computes of each position, for the positions of the tile."""
-    if not made_by_counting(move):
+    if (words := count(node, values[0], move, span)) is None:
         return node.bind(values)
-    first, second = count(node, values[0], move, span)
+    first, second = words
     width = node.params["bit_width"]
     if width == 64:
         return [lax.shift_left(first.astype(jnp.uint64), jnp.uint64(32)) | second.astype(jnp.uint64)]
@@ -71,15 +66,16 @@ def emit_bits(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
 
 def emit_split(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """What `jax.random.split` computes of each position, for the positions of the tile."""
-    if not made_by_counting(move):
+    if (words := count(node, values[0], move, span)) is None:
         return node.bind(values)
-    return [jax.random.wrap_key_data(jnp.stack(count(node, values[0], move, span), -1), impl=THREEFRY)]
+    return [jax.random.wrap_key_data(jnp.stack(words, -1), impl=THREEFRY)]
 
 
-def count(node: Node, key: Any, move: Move, span: Span) -> list[Any]:
-    """Threefry's two words for each element of a tile."""
+def count(node: Node, key: Any, move: Move, span: Span) -> list[Any] | None:
+    """Threefry's two words for each element of a tile, of a whole key; None where keys are cut."""
     (cut,) = move.outs
-    assert isinstance(cut, Tiled)
+    if not isinstance(cut, Tiled) or not isinstance(move.ins[0], Whole):
+        return None
     own = len(key.shape)
     shape = node.outputs[0].shape[own:]
     high, low = positions(shape, cut.at(cut.dim - own), span)

@@ -12,7 +12,7 @@ from jax import lax
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
-from transforms.tiling.rules import Localise, Move, by_cut, linear, of_nothing, register, tiled
+from transforms.tiling.rules import Localise, Move, by_cut, first_cut, linear, of_nothing, register, tiled
 from transforms.tiling.rules.factors import Factors, register_factors, squeezed, units
 
 
@@ -84,10 +84,9 @@ def pull_reshape(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     if (found := linear(node, placements)) is not None:
         return found
-    cut = next(p for p in placements if isinstance(p, Tiled))
+    first, cut = first_cut(placements)
     if node.params["dimension"] == cut.dim:
-        size = node.inputs[placements.index(cut)].shape
-        whole = cut.repeated(size, node.outputs[0].shape[cut.dim])
+        whole = cut.repeated(node.inputs[first].shape, node.outputs[0].shape[cut.dim])
         ins = pull_concatenate(node, whole) if whole is not None else None
         if whole is None or ins is None or any(p not in (WHOLE, q) for p, q in zip(placements, ins, strict=True)):
             return Complete(tiled(placements), "joins along the cut axis")

@@ -29,56 +29,51 @@ def recurrent(node: Node) -> Callable[[Any], list[Any]] | None:
     return None if made is None else lambda x: [made(x, p["axis"], p["reverse"])]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _derived(fn: Callable[[Any], Any], tangent: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`fn(x)`, whose tangent is `tangent` of the array and its own.
+
+    Of the array in float32, or what is wider: each of its numbers is multiplied as often as there are rows.
+    """
+    made = jax.custom_jvp(fn)
+
+    @made.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x,), (moved,) = primals, tangents
+        along = tangent(x.astype(jnp.promote_types(x.dtype, jnp.float32)), moved)
+        return fn(x), along.astype(x.dtype)
+
+    return made(x)
+
+
 def _product(x: Any, axis: int) -> Any:
-    return jnp.prod(x, axis)
+    def tangent(x: Any, moved: Any) -> Any:
+        before, behind = (_beside(lax.cumprod(x, axis, reverse=way), axis, way, 1) for way in (False, True))
+        return (before * behind * moved).sum(axis)
+
+    return _derived(lambda x: jnp.prod(x, axis), tangent, x)
 
 
-@_product.defjvp
-def _product_jvp(axis: int, primals: Any, tangents: Any) -> Any:
-    (x,), (moved,) = primals, tangents
-    before, behind = (_beside(lax.cumprod(_wide(x), axis, reverse=way), axis, way, 1) for way in (False, True))
-    return jnp.prod(x, axis), (before * behind * moved).sum(axis).astype(x.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _cumprod(x: Any, axis: int, reverse: bool) -> Any:
-    return lax.cumprod(x, axis, reverse)
+    def tangent(x: Any, moved: Any) -> Any:
+        return _run(x, _beside(lax.cumprod(x, axis, reverse), axis, reverse, 1) * moved, axis, reverse)
+
+    return _derived(lambda x: lax.cumprod(x, axis, reverse), tangent, x)
 
 
-@_cumprod.defjvp
-def _cumprod_jvp(axis: int, reverse: bool, primals: Any, tangents: Any) -> Any:
-    (x,), (moved,) = primals, tangents
-    made = lax.cumprod(_wide(x), axis, reverse)
-    along = _run(_wide(x), _beside(made, axis, reverse, 1) * moved, axis, reverse)
-    return lax.cumprod(x, axis, reverse), along.astype(x.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _cumlogsumexp(x: Any, axis: int, reverse: bool) -> Any:
-    return lax.cumlogsumexp(x, axis, reverse)
+    def tangent(x: Any, moved: Any) -> Any:
+        made = lax.cumlogsumexp(x, axis, reverse)
+        share = lambda part: jnp.where(made == -jnp.inf, 0, jnp.exp(part - made))
+        return _run(share(_beside(made, axis, reverse, -jnp.inf)), share(x) * moved, axis, reverse)
 
-
-@_cumlogsumexp.defjvp
-def _cumlogsumexp_jvp(axis: int, reverse: bool, primals: Any, tangents: Any) -> Any:
-    (x,), (moved,) = primals, tangents
-    made = lax.cumlogsumexp(_wide(x), axis, reverse)
-    share = lambda part: jnp.where(made == -jnp.inf, 0, jnp.exp(part - made))
-    along = _run(share(_beside(made, axis, reverse, -jnp.inf)), share(x) * moved, axis, reverse)
-    return lax.cumlogsumexp(x, axis, reverse), along.astype(x.dtype)
-
-
-def _wide(array: Any) -> Any:
-    """An array in float32, or what is wider: each of its numbers is multiplied as often as there are rows."""
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return _derived(lambda x: lax.cumlogsumexp(x, axis, reverse), tangent, x)
 
 
 def _beside(array: Any, axis: int, reverse: bool, fill: float) -> Any:
     """Of each place what stands one before it, or one behind it in `reverse`."""
     low = -1 if reverse else 1
-    return lax.pad(
-        array, jnp.asarray(fill, array.dtype), [(low, -low, 0) if d == axis else (0, 0, 0) for d in range(array.ndim)]
-    )
+    config = [(low, -low, 0) if d == axis else (0, 0, 0) for d in range(array.ndim)]
+    return lax.pad(array, jnp.asarray(fill, array.dtype), config)
 
 
 def _run(factors: Any, terms: Any, axis: int, reverse: bool) -> Any:

@@ -10,10 +10,10 @@ from jax import lax
 
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, neutral
 from transforms.tiling.rules import Move, by_cut, register, tiled
 from transforms.tiling.rules.factors import Factors, register_factors
-from transforms.tiling.rules.gather import absent, clamped, one_of_each, picks_few
+from transforms.tiling.rules.indexing import clamped, push_part
 from transforms.tiling.rules.reshape import resized
 
 
@@ -21,14 +21,7 @@ def pick(rows: Any, places: Any, cut: Tiled, span: Span) -> list[Any]:
     """Of a tile, the rows at `places` along the whole axis, and nothing for those that are not in it."""
     here, local = span.find(places, cut)
     found = jnp.take(rows, local, axis=cut.dim, mode="clip")
-    return [jnp.where(lax.broadcast_in_dim(here, found.shape, (cut.dim,)), found, absent(found))]
-
-
-def push_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """A small part of the cut axis: each tile has some of it, and nothing in place of the rest."""
-    if not picks_few(node):
-        return Complete([0], "takes a part of the cut axis")
-    return Move((one_of_each(node),), placements)
+    return [jnp.where(lax.broadcast_in_dim(here, found.shape, (cut.dim,)), found, neutral("sum", found.dtype))]
 
 
 def cut_part(move: Move) -> Tiled | None:
@@ -110,21 +103,15 @@ def turned(node: Node) -> Factors:
 @by_cut
 def push_pad(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     low, high, gap = node.params["padding_config"][cut.dim]
-    block, landed = cut.block(node.inputs[0].shape), None
-    if gap == 0 and low >= 0 and high >= 0 and low % block == 0:
-        landed = cut.repeated(node.inputs[0].shape, node.outputs[0].shape[cut.dim])
-    if landed is None and gap == 0 and low == -high and (cut.major, cut.minor) == (1, 1):
+    shape, alone = node.inputs[0].shape, (cut.major, cut.minor) == (1, 1)
+    behind = gap == 0 and low >= 0 and high >= 0 and low % cut.block(shape) == 0
+    if behind and (landed := cut.repeated(shape, node.outputs[0].shape[cut.dim])) is not None:
+        return Move((landed,), placements)
+    if gap == 0 and low == -high and alone:
         return Move((cut,), placements, reach={0: (max(low, 0) * cut.group, max(high, 0) * cut.group)})  # a shift
-    if landed is None and gap > 0 and low + high == gap and low >= 0 <= high and spreads(cut, gap + 1):
-        return Move((cut.scaled(gap + 1),), placements)
-    if landed is None:
-        return Complete([0], "pads the cut axis")
-    return Move((landed,), placements)
-
-
-def spreads(cut: Tiled, times: int) -> bool:
-    """Whether one element of a cut dimension stands for a multiple of so many rows."""
-    return (cut.major, cut.minor) == (1, 1) and cut.group % times == 0
+    if gap > 0 and low + high == gap and low >= 0 <= high and alone and cut.group % (gap + 1) == 0:
+        return Move((cut.scaled(gap + 1),), placements)  # an element stands for a multiple of so many rows
+    return Complete([0], "pads the cut axis")
 
 
 def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...]:
@@ -182,7 +169,7 @@ def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled
 
 
 @by_cut
-def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
+def push_update(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if any(i > 1 for i in tiled(placements)):
         return Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
     if tiled(placements) != [0] and isinstance(_update(node, cut), Whole):
@@ -214,7 +201,7 @@ def pull_dynamic_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (want, *(WHOLE,) * (len(node.inputs) - 1))
 
 
-def pull_dynamic_update_slice(node: Node, want: Tiled) -> tuple[Placement, ...]:
+def pull_update(node: Node, want: Tiled) -> tuple[Placement, ...]:
     return (want, _update(node, want), *(WHOLE,) * (len(node.inputs) - 2))
 
 
@@ -223,7 +210,7 @@ def _update(node: Node, cut: Tiled) -> Placement:
     return cut if node.inputs[1].shape[cut.dim] == node.inputs[0].shape[cut.dim] else WHOLE
 
 
-def emit_dynamic_update_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+def emit_update(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     cut = move.outs[0]
     if not isinstance(cut, Tiled) or move.ins[1] == cut:
         return node.bind(values)
@@ -241,9 +228,4 @@ register("slice", push=push_slice, pull=pull_slice, emit=emit_slice)
 register_factors("rev", factors=turned)
 register("pad", push=push_pad, pull=pull_pad, emit=emit_pad)
 register("dynamic_slice", push=push_dynamic_slice, pull=pull_dynamic_slice, emit=emit_dynamic_slice)
-register(
-    "dynamic_update_slice",
-    push=push_dynamic_update_slice,
-    pull=pull_dynamic_update_slice,
-    emit=emit_dynamic_update_slice,
-)
+register("dynamic_update_slice", push=push_update, pull=pull_update, emit=emit_update)

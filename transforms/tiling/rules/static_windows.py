@@ -41,8 +41,7 @@ def put(operation: Callable[..., Any], params: dict[str, Any], operands: Sequenc
 
     def everywhere(there: Any, new: Any) -> Any:
         """The same for all, then chosen: what is put is the same along the window."""
-        row = lambda: lax.broadcast_in_dim(new, there.shape, dims)
-        all_ = row() if filled is None else jnp.full(there.shape, filled, there.dtype)
+        all_ = lax.broadcast_in_dim(new, there.shape, dims) if filled is None else jnp.full_like(there, filled)
         return lax.select(inside(there), operation(there, all_), there)
 
     def inside(there: Any) -> Any:

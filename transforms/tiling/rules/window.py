@@ -55,29 +55,33 @@ class Slide(NamedTuple):
 
 
 def sliding(node: Node, dim: int) -> Slide | None:
-    """How a node's windows make dimension `dim` of its result."""
-    p = node.params
+    """How a node's windows make dimension `dim` of its result, if they do."""
     if node.name == "conv_general_dilated":
-        (source, kernel, out), places = p["dimension_numbers"], p["padding"]
-        if dim not in out[2:]:
-            return None
-        number = out[2:].index(dim)
-        size, inner = node.inputs[1].shape[kernel[2 + number]], source[2 + number]
-        stride, gap, apart = (p[k][number] for k in ("window_strides", "lhs_dilation", "rhs_dilation"))
-    elif node.name in (*WINDOWS, *CHOICES):
-        number, inner, places = dim, dim, p["padding"]
-        size, stride, gap, apart = (1 if p.get(k) is None else p[k][dim] for k in STEPS)
-    else:
-        return None
-    return Slide(inner, number, (size - 1) * apart, *places[number], stride, gap)
+        spatial = node.params["dimension_numbers"].out_spec[2:]
+        return convolving(node, spatial.index(dim)) if dim in spatial else None
+    return reducing(node, dim) if node.name in (*WINDOWS, *CHOICES) else None
 
 
-STEPS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+def convolving(node: Node, number: int) -> Slide:
+    """How the kernel of a convolution slides along spatial dimension `number`."""
+    p = node.params
+    source, kernel, _ = p["dimension_numbers"]
+    stride, gap, apart = (p[k][number] for k in ("window_strides", "lhs_dilation", "rhs_dilation"))
+    extent = (node.inputs[1].shape[kernel[2 + number]] - 1) * apart
+    return Slide(source[2 + number], number, extent, *p["padding"][number], stride, gap)
+
+
+def reducing(node: Node, dim: int) -> Slide:
+    """How windows that are reduced, or chosen from, slide along a dimension."""
+    p = node.params
+    steps = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    size, stride, gap, apart = (1 if p.get(k) is None else p[k][dim] for k in steps)
+    return Slide(dim, dim, (size - 1) * apart, *p["padding"][dim], stride, gap)
 
 
 def stays(node: Node, dim: int) -> bool:
     """Whether windows have length and stride 1 along a dimension, and add nothing to it."""
-    return sliding(node, dim) == Slide(dim, dim, extent=0, before=0, after=0)
+    return reducing(node, dim) == Slide(dim, dim, extent=0, before=0, after=0)
 
 
 def slide(node: Node, dim: int) -> Slide | None:
@@ -93,15 +97,13 @@ CHOICES = ("select_and_gather_add", "select_and_scatter", "select_and_scatter_ad
 @by_cut
 def push_window(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """Operands of one shape, or nearly, and scalars to start from."""
-    outs = (cut,) * len(node.outputs)
-    if stays(node, cut.dim):
-        return Move(outs, pull_window(node, cut) or ())
-    along = sliding(node, cut.dim)
-    shapes = node.inputs[0].shape[cut.dim], node.outputs[0].shape[cut.dim]
-    out = along.out(cut, *shapes) if along is not None else None
-    if along is None or out is None:
-        return Complete(tiled(placements), "slides over the cut axis")
     count = len(node.outputs)
+    if stays(node, cut.dim):
+        return Move((cut,) * count, pull_window(node, cut) or ())
+    along = reducing(node, cut.dim)
+    out = along.out(cut, node.inputs[0].shape[cut.dim], node.outputs[0].shape[cut.dim])
+    if out is None:
+        return Complete(tiled(placements), "slides over the cut axis")
     ins = (cut,) * count + (WHOLE,) * (len(placements) - count)
     return Move((out,) * count, ins, reach=dict.fromkeys(range(count), along.reach(cut)))
 
@@ -116,8 +118,7 @@ def emit_window(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     if not move.reach:
         return node.bind(values)
     assert isinstance(cut, Tiled)
-    along = sliding(node, cut.dim)
-    assert along is not None
+    along = reducing(node, cut.dim)
     made = span.local_shape(node.outputs[0].shape, move.outs[0])[cut.dim]
     for i, beside in move.reach.items():
         op = WINDOWS[node.name]
@@ -126,11 +127,8 @@ def emit_window(node: Node, values: list[Any], move: Move, span: Span) -> list[A
         low, high = along.padding(beside, cut, rows.shape[cut.dim], made)
         config = [(low, high, along.gap - 1) if d == cut.dim else (0, 0, 0) for d in range(rows.ndim)]
         values[i] = lax.pad(rows, fill, config)
-    params = along.params(node, 0, 0)
-    if along.gap > 1:
-        dilation = [1 if d == cut.dim else g for d, g in enumerate(params["base_dilation"])]
-        params |= {"base_dilation": tuple(dilation)}
-    return node.bind(values, params)
+    dilation = tuple(1 if d == cut.dim else g for d, g in enumerate(node.params["base_dilation"]))
+    return node.bind(values, along.params(node, 0, 0) | {"base_dilation": dilation})
 
 
 def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -143,10 +141,9 @@ def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move | Obstac
         cut = first.scaled(node.params["window_strides"][first.dim])
     if stays(node, cut.dim):
         return push_window(node, placements)
-    along, few, many = sliding(node, cut.dim), node.inputs[0], node.inputs[1]
+    along, few, many = reducing(node, cut.dim), node.inputs[0], node.inputs[1]
     if not scatters:
         few, many = node.outputs[0], few
-    assert along is not None
     chosen = along.out(cut, many.shape[cut.dim], few.shape[cut.dim])
     beside = along.stride == along.extent + 1 and (along.before, along.after, along.gap) == (0, 0, 1)
     if chosen is not None and beside:
@@ -194,19 +191,15 @@ def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
         return None
     dims = [spec[2 + number] for spec in numbers]
     size, other = left.shape[dims[0]], right.shape[dims[1]]
-    along = kernel_of(node, number)
-    cut = placements[0]
+    along, cut = kernel_of(node, number), cuts[0][0]
     if isinstance(placements[1], Tiled) or other * along.stride == size * along.gap:  # of the same axis: a sum over it
-        if not isinstance(cut, Tiled):  # the left one is whole: cut like the right one
-            right_cut = placements[1]
-            assert isinstance(right_cut, Tiled)
-            cut = right_cut.scaled(Fraction(along.stride, along.gap)).at(dims[0])
+        if placements[0] == WHOLE:  # cut like the right one
+            cut = cut.scaled(Fraction(along.stride, along.gap)).at(dims[0])
         kernel = along.out(cut, size, other)
         if kernel is None or placements[1] not in (WHOLE, kernel.at(dims[1])):
             return None
         return Move((Partial("sum"),), (cut, kernel.at(dims[1])), reach={0: along.reach(cut)})
-    slides = sliding(node, dims[2])
-    assert slides is not None and isinstance(cut, Tiled)
+    slides = convolving(node, number)
     out = slides.out(cut, size, node.outputs[0].shape[dims[2]])
     return None if out is None else Move((out.at(dims[2]),), (cut, WHOLE), reach={0: slides.reach(cut)})
 
@@ -230,11 +223,10 @@ def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> l
         number = params["dimension_numbers"].lhs_spec[2:].index(cut.dim)
         values[0] = span.beside(move.reach[0]).cleared(values[0], cut, 0)
         if isinstance(out, Tiled):
-            along, made = sliding(node, out.dim), span.local_shape(node.outputs[0].shape, out)[out.dim]
+            along, made = convolving(node, number), span.local_shape(node.outputs[0].shape, out)[out.dim]
         else:
             along, kernel = kernel_of(node, number), params["dimension_numbers"].rhs_spec[2 + number]
             made = values[1].shape[kernel]
-        assert along is not None
         params = along.params(node, *along.padding(move.reach[0], cut, values[0].shape[cut.dim], made))
     if move.outs[0] != Partial("sum"):
         return node.bind(values, params)

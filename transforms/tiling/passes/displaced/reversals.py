@@ -8,13 +8,14 @@ what makes its operand, if that is made of less, and exactly: masks, places and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import append
 from transforms.tiling.ir.graph import Graph, Node, Value, elements
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES
@@ -160,18 +161,14 @@ def _sizes(values: Iterable[Value]) -> list[int]:
 def _rewrite(graph: Graph, moved: Moved) -> None:
     nodes: list[Node] = []
     there: dict[Value, Value] = {}  # what is made in the place of a value, before its reversal
-    whole: dict[tuple[Value, Dims], Value] = {}  # the reversals of what is made
     made = Moved({}, {})
     last = next(node for node in graph.nodes if node.name == "rev")
 
+    @functools.cache
     def turn(value: Value, dims: Dims) -> Value:
+        """A value reversed, made of what is."""
         if not dims:
             return value
-        if (value, dims) not in whole:
-            whole[value, dims] = reverse(value, dims)
-        return whole[value, dims]
-
-    def reverse(value: Value, dims: Dims) -> Value:
         node, parts = value.producer, made.made_of(value, dims)
         if node is None or parts is None or made.leaves(value, dims) == {(value, dims)}:
             new = last.like([value], [value.aval], params={"dimensions": tuple(sorted(dims))})
@@ -179,9 +176,7 @@ def _rewrite(graph: Graph, moved: Moved) -> None:
             return turn(*parts[0])
         elif node.name == "iota":
             (d,) = dims
-            written, (result,) = traced(lambda at: [value.shape[d] - 1 - at], [value], last)
-            nodes.extend(written)
-            return result
+            return append(nodes, lambda at: [value.shape[d] - 1 - at], [value], last)[0]
         else:
             new = _reversed(node, [turn(v, own) for v, own in parts], dims)
         nodes.append(new)

@@ -13,12 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import Made, traced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.rules import RULES
 from transforms.tiling.rules.factors import elementwise
-
-Made = tuple[list[Node], list[Value]] | None  # what an equation is rewritten to
 
 
 def moved(array: Any, dim: int, before: int, after: int, fill: Any = None) -> Any:
@@ -29,12 +27,11 @@ def moved(array: Any, dim: int, before: int, after: int, fill: Any = None) -> An
     return lax.pad(array, jnp.zeros((), array.dtype) if fill is None else fill, config)
 
 
-def slices(node: Node, dim: int) -> Made:
+def slices(node: Node) -> tuple[list[Node], list[Value]]:
     """A split as slices."""
-    ends = [*itertools.accumulate(node.params["sizes"], initial=0)]
-    return traced(
-        lambda x: [lax.slice_in_dim(x, *cut, axis=dim) for cut in itertools.pairwise(ends)], node.inputs, node
-    )
+    dim, ends = node.params["axis"], itertools.accumulate(node.params["sizes"], initial=0)
+    cuts = [*itertools.pairwise(ends)]
+    return traced(lambda x: [lax.slice_in_dim(x, *cut, axis=dim) for cut in cuts], node.inputs, node)
 
 
 def made_alike(value: Value) -> bool:
@@ -72,6 +69,4 @@ def spread(node: Node, dim: int, total: int) -> Made:
 
 def rows_apart(node: Node, dim: int, total: int) -> Made:
     """A split of what has every few rows of the axis: slices."""
-    if node.name != "split" or node.params["axis"] != dim or node.inputs[0].shape[dim] != total:
-        return None
-    return slices(node, dim)
+    return slices(node) if node.name == "split" and node.inputs[0].shape[dim] == total else None

@@ -11,16 +11,19 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.frontend.trace import traced
+from transforms import layout
+from transforms.tiling.frontend.flatten import evaluate
+from transforms.tiling.frontend.trace import Made, rewrite_all, traced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import identity
 from transforms.tiling.ir.walks import closure, constant, operands
 from transforms.tiling.passes.across import cropped, padded, pads
-from transforms.tiling.passes.displaced.rows import Made, lengths, made_alike, moved, rows_apart, slices, spread
-from transforms.tiling.rules.gather import clamped, widened
+from transforms.tiling.passes.displaced.rows import lengths, made_alike, moved, rows_apart, slices, spread
+from transforms.tiling.rules.indexing import clamped, widened
 from transforms.tiling.rules.window import CHOICES, WINDOWS, slide, sliding
 
 MOST = 100  # equations between parts and a join of what is made of them
@@ -42,17 +45,11 @@ def align(graph: Graph, total: int) -> bool:
 
 def rewrite(graph: Graph, ways: Sequence[tuple[Any, int]]) -> bool:
     """Rewrite equations in the first of some ways that there is, each of arrays of some length."""
-    changed = False
-    for node in list(graph.nodes):
-        for dim in _moves(node):
-            made = next((m for way, t in ways if (m := way(node, dim, t)) is not None), None)
-            if made is not None:
-                nodes, outs = made
-                graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
-                changed = True
-                break
-    graph.prune()
-    return changed
+
+    def first(node: Node) -> Made:
+        return next((m for dim in _moves(node) for way, t in ways if (m := way(node, dim, t)) is not None), None)
+
+    return rewrite_all(graph, first)
 
 
 def _moves(node: Node) -> Sequence[int]:
@@ -87,21 +84,20 @@ def _shift(node: Node, dim: int, total: int) -> Made:
 
 def _parts(node: Node, dim: int, total: int) -> Made:
     """A split of what was padded or joined, as the gradient of a join is: slices, which may be shifts."""
-    if node.name != "split" or node.params["axis"] != dim:
+    if node.name != "split":
         return None
     source, long = node.inputs[0], [v for v in node.outputs if v.shape[dim] == total]
     joined = source.producer is not None and source.producer.name == "concatenate" and source.shape[dim] > total
     segments = (s for v in long for s in _segments(v, dim, 0, total, 0))
     if not joined and not any(s.source is not source or made_alike(s.source) for s in segments):
         return None
-    return slices(node, dim)
+    return slices(node)
 
 
 def _few(node: Node, dim: int, total: int) -> Made:
     """A few rows of what is made of longer arrays: rows of those."""
     out = node.outputs[0]
-    cut = cropped(node, dim) if node.name in ("slice", "pad") else None
-    if cut is None or not 0 < 2 * out.shape[dim] <= total:
+    if cropped(node, dim) is None or not 0 < 2 * out.shape[dim] <= total:
         return None
     found = list(_segments(out, dim, 0, out.shape[dim], 0))
     sources = [s.source for s in found]
@@ -112,7 +108,8 @@ def _few(node: Node, dim: int, total: int) -> Made:
     def rows(segment: Segment, value: Any) -> Any:
         if segment.shift is not None:
             return lax.slice_in_dim(value, segment.low - segment.shift, segment.high - segment.shift, axis=dim)
-        return jnp.broadcast_to(value, (*out.shape[:dim], segment.high - segment.low, *out.shape[dim + 1 :]))
+        aval = layout.like(out.aval, (*out.shape[:dim], segment.high - segment.low, *out.shape[dim + 1 :]))
+        return layout.full(aval, value, aval.dtype, layout.TOGETHER)
 
     return traced(lambda *values: [lax.concatenate([*map(rows, found, values)], dim)], sources, node)
 
@@ -153,16 +150,16 @@ def _joined(found: list[Segment], values: tuple[Any, ...], dim: int, total: int)
     order = sorted(zip(found, values, strict=True), key=lambda both: not _large(both[0], dim, total))
     (first, array), *rest = order
     assert first.shift is not None
-    shift, shape = first.shift, array.shape
+    shift = first.shift
     fills = [constant(s.source) for s, _ in rest]
     beyond = all(s.shift is None and (s.high <= shift or s.low >= total + shift) for s, _ in rest)
     if beyond and None not in fills and len(set(fills)) == 1:
         return moved(array, dim, shift, -shift, rest[0][1])
     result = moved(array, dim, shift, -shift)
-    rows = lax.broadcasted_iota(jnp.int32, shape, dim)
+    rows = layout.places(result, dim)
     for segment, value in rest:
         if segment.shift is None:
-            part = jnp.broadcast_to(value, shape)
+            part = layout.full(jax.typeof(result), value, result.dtype, layout.TOGETHER)
         elif _large(segment, dim, total):
             part = moved(value, dim, segment.shift, -segment.shift)
         else:
@@ -200,7 +197,7 @@ def _sink(node: Node, dim: int, total: int) -> Made:
 
 def _repeated(node: Node, dim: int, total: int) -> Made:
     """A part of what is repeated along the axis: repeated less often."""
-    made = node.inputs[0].producer if node.name in ("slice", "pad") else None
+    made = node.inputs[0].producer
     if made is None or made.name != "broadcast_in_dim" or node.outputs[0].shape[dim] != total:
         return None
     if cropped(node, dim) is None:
@@ -213,8 +210,7 @@ def _repeated(node: Node, dim: int, total: int) -> Made:
 
 def _landed(node: Node, dim: int, total: int) -> Made:
     """A part of what elements were written or added to along the axis: those of that part are, and no others."""
-    made = node.inputs[0].producer if node.name in ("slice", "pad") else None
-    part = None if made is None else cropped(node, dim)
+    made, part = node.inputs[0].producer, cropped(node, dim)
     if made is None or part is None or not made.name.startswith("scatter"):
         return None
     numbers, mode, size = made.params["dimension_numbers"], made.params["mode"], made.inputs[0].shape[dim]
@@ -240,59 +236,35 @@ def lift(node: Node, dim: int, total: int) -> Made:
     out = node.outputs[0]
     if out.shape[dim:] and out.shape[dim] != total:
         return None
-    if node.name == "concatenate" and node.params["dimension"] == dim:
-        sizes, number = [v.shape[dim] for v in node.inputs], _longest(node.inputs, dim)
+    if node.name == "concatenate":
+        parts, sizes = node.inputs, [v.shape[dim] for v in node.inputs]
+        mine = sizes.index(max(sizes))
     elif node.name == "pad" and (around := padded(node, dim)) is not None:
-        sizes, number = [around[0], node.inputs[0].shape[dim], around[1]], 0
+        source, fill = node.inputs
+        parts, sizes, mine = [fill, source, fill], [around[0], source.shape[dim], around[1]], 1
     else:
         return None
-    made = node.inputs[number]
+    made = parts[mine]
     if not total < 2 * made.shape[dim] < 2 * total or not made_alike(made):
         return None
-    inner = {v for v in closure([made], lambda v: operands(v) if made_alike(v) else ()) if made_alike(v)}
-    if len(inner) > MOST:
+    reached = list(closure([made], lambda v: operands(v) if made_alike(v) else ()))
+    leaves = [v for v in reached if not made_alike(v)]
+    if len(reached) - len(leaves) > MOST:
         return None
-    order = list(_order(inner))
-    leaves = list(dict.fromkeys(v for one in order for v in one.inputs if v not in inner))
-    others = [v for v in node.inputs if v is not made]
     ends = [*itertools.accumulate(sizes, initial=0)]
-    mine = number if node.name == "concatenate" else 1
 
     def all_rows(*values: Any) -> list[Any]:
         low, high = ends[mine], total - ends[mine + 1]
         known = {v: moved(x, dim, low, high) if x.ndim else x for v, x in zip(leaves, values, strict=False)}
-        for one in order:
-            (known[one.outputs[0]],) = one.bind([known[v] for v in one.inputs])
-        result, rest = known[made], list(values[len(leaves) :])
-        rows = lax.broadcasted_iota(jnp.int32, result.shape, dim)
-        for i in range(len(sizes)):
+        (result,) = evaluate(known, [made])
+        rows = layout.places(result, dim)
+        for i, few in enumerate(values[len(leaves) :]):
             if i != mine and sizes[i]:
-                few = rest.pop(0) if node.name == "concatenate" else rest[0]
                 few = moved(few, dim, ends[i], total - ends[i + 1]) if few.ndim else few
                 result = jnp.where((rows >= ends[i]) & (rows < ends[i + 1]), few, result)
         return [result]
 
-    return traced(all_rows, [*leaves, *others], node)
-
-
-def _longest(values: Sequence[Value], dim: int) -> int:
-    return max(range(len(values)), key=lambda i: values[i].shape[dim])
-
-
-def _order(values: set[Value]) -> Iterator[Node]:
-    """The equations of some values, each after those that it reads."""
-    done: set[Value] = set()
-
-    def visit(value: Value) -> Iterator[Node]:
-        if value in done or value not in values or value.producer is None:
-            return
-        done.add(value)
-        for other in value.producer.inputs:
-            yield from visit(other)
-        yield value.producer
-
-    for value in values:
-        yield from visit(value)
+    return traced(all_rows, [*leaves, *parts], node)
 
 
 def _every(node: Node, dim: int, total: int) -> Made:
@@ -321,7 +293,7 @@ def _every(node: Node, dim: int, total: int) -> Made:
 
 def _less(node: Node, dim: int, total: int) -> Made:
     """A part of what was padded, that leaves out padding alone: padded by less."""
-    made, part = node.inputs[0].producer if node.inputs else None, cropped(node, dim) if node.name == "slice" else None
+    made, part = node.inputs[0].producer, cropped(node, dim) if node.name == "slice" else None
     both = None if made is None or part is None else padded(made, dim)
     if made is None or part is None or both is None or node.outputs[0].shape[dim] != total:
         return None
@@ -408,7 +380,7 @@ def _padded_later(node: Node) -> Made:
 
 def _spaced(node: Node, dim: int, total: int) -> Made:
     """A window over elements with gaps between them: it leaves the gaps itself, and makes as many as there are."""
-    made = node.inputs[0].producer if node.inputs else None
+    made = node.inputs[0].producer
     op = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name)
     if op is None or made is None or made.name != "pad" or not made.params["padding_config"][dim][2]:
         return None

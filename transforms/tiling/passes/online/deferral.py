@@ -139,8 +139,8 @@ def follow_select(self: Finder, node: Node, move: Move, late: int | None) -> Ear
     which, *cases = node.inputs
     if late is not None or not self.operand(which).plain:
         return None
-    found = [self.operand(v) for v in cases if self.is_cut(v) and constant(v) is None]
-    filled = [v for v in cases if not self.is_cut(v) or constant(v) is not None]
+    found = [self.operand(v) for v in cases if self.found.is_cut(v) and constant(v) is None]
+    filled = [v for v in cases if not self.found.is_cut(v) or constant(v) is not None]
     if len({(e.terms, e.scaled, e.bounded) for e in found}) != 1:
         return None
     stage = max(e.stage for e in (*found, self.operand(which)))
@@ -282,13 +282,9 @@ class Finder:
 
     def run(self, node: Node) -> None:
         """Find the loop that has a running form of a whole value: one that depends on extrema alone."""
-        stages = []
-        for value in node.inputs:
-            ready = self.runs(value)
-            stages.append(self.known(value) if ready is None else ready)
-        for value in node.outputs:
-            if max(stages, default=0) < self.found.fact(value).stage:
-                self.ready[value] = max(stages, default=0)
+        both = ((self.runs(v), self.known(v)) for v in node.inputs)
+        stage = max((known if ready is None else ready for ready, known in both), default=0)
+        self.ready.update((v, stage) for v in node.outputs if stage < self.found.fact(v).stage)
 
     def runs(self, value: Value) -> int | None:
         """The loop that has a running form of a value, if one has before the value itself is known."""
@@ -307,13 +303,13 @@ class Finder:
 
     def late(self, node: Node) -> list[int]:
         """The operands that are whole and not known when the cut ones are."""
-        stage = max((self.operand(v).stage for v in node.inputs if self.is_cut(v)), default=0)
-        return [i for i, v in enumerate(node.inputs) if not self.is_cut(v) and self.known(v) > stage]
+        stage = max((self.operand(v).stage for v in node.inputs if self.found.is_cut(v)), default=0)
+        return [i for i, v in enumerate(node.inputs) if not self.found.is_cut(v) and self.known(v) > stage]
 
     def follow(self, node: Node, move: Move) -> Early | None:
         parts = (isinstance(p, Partial) for p in move.ins)
         rule = FOLLOW.get(node.name)
-        if rule is None or any(parts) or not any(map(self.is_cut, node.inputs)):
+        if rule is None or any(parts) or not any(map(self.found.is_cut, node.inputs)):
             return None
         late = self.late(node)
         early = rule(self, node, move, late[0] if late else None) if len(late) < 2 else None
@@ -321,12 +317,8 @@ class Finder:
 
     def completed(self, node: Node) -> int:
         """The first loop after those that end in what the node reads whole, of cut values."""
-        already = self.found.inputs | self.found.resident
-        read = (v for i, v in enumerate(node.inputs) if (node, i) in self.found.completed and self.is_cut(v))
-        return max((self.found.fact(v).stage + 1 for v in read if v not in already), default=0)
-
-    def is_cut(self, value: Value) -> bool:
-        return isinstance(self.found.fact(value).placement, Tiled)
+        read = (v for i, v in enumerate(node.inputs) if (node, i) in self.found.completed and self.found.is_cut(v))
+        return max((self.found.fact(v).stage + 1 for v in read if not self.found.is_there(v)), default=0)
 
     def term(self, value: Value, node: Node, move: Move, weight: float) -> Term | None:
         """A late operand as a term, if it is constant along the cut."""

@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from transforms.tiling.analysis.rounding import decides
-from transforms.tiling.frontend.trace import traced
+from transforms.tiling.frontend.trace import append
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value, add
 from transforms.tiling.ir.loops import Online
@@ -94,10 +94,8 @@ def _divide(found: Analysis, node: Node, inner: Node) -> bool:
     """Sum over the cut axis first, over what else `node` sums over then."""
     (cut,) = inner.params["axes"]
     rest = tuple(d - (d > cut) for d in node.params["axes"] if d != cut)
-    nodes = [inner]
-    params = node.params | {"axes": rest}
-    (total,) = add(nodes, node, node.primitive, inner.outputs, [node.outputs[0].aval], **params)
-    found.graph.replace(node, nodes, {node.outputs[0]: total})
+    found.graph.insert([inner], before=node)
+    node.change(inputs=inner.outputs, params=node.params | {"axes": rest})
     return True
 
 
@@ -127,8 +125,7 @@ class _Writer:
         self.linear = False  # what is summed is not exponentiated
 
     def write(self, value: Value, early: Early) -> None:
-        node = value.producer
-        assert node is not None
+        node = value.maker
         self.linear = early.weighted
         wide = self.span.wide(value.dtype)
         total = self.copy(value)
@@ -151,8 +148,8 @@ class _Writer:
             return _finish(early, total, unmasked == 0 if early.masked else None, *rest).astype(value.dtype)
 
         known = [self.settled(v, node) for v in sums]
-        nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
-        self.found.graph.replace(node, [*self.nodes, *nodes], {value: result})
+        result = append(self.nodes, finish, [*known, *(t.value for t in terms)], node)
+        self.found.graph.replace(node, self.nodes, result)
         self.found.graph.sort()
 
     def settled(self, total: Value, node: Node) -> Value:
@@ -205,9 +202,7 @@ class _Writer:
             found = [t.weight * sign * array for array, t in zip(laid, terms, strict=True)]
             return jnp.broadcast_to(sum(found), value.shape).astype(value.dtype)
 
-        nodes, (result,) = traced(total, [self.anchor(t.value, t.weight) for t in terms], node)
-        self.nodes += nodes
-        return result
+        return append(self.nodes, total, [self.anchor(t.value, t.weight) for t in terms], node)[0]
 
     def add(self, node: Node, inputs: Sequence[Value]) -> Value:
         """A node like another one, of other operands."""
@@ -219,8 +214,7 @@ class _Writer:
         """`value`, which repeats `base`, of the running form of `base`."""
         if value is base:
             return self.anchor(base, weight)
-        node = value.producer
-        assert node is not None
+        node = value.maker
         return self.add(node, [self.anchored(node.inputs[0], base, weight), *node.inputs[1:]])
 
     def anchor(self, base: Value, weight: float) -> Value:
@@ -229,8 +223,7 @@ class _Writer:
             return self.running(base)
         key = ("anchor", base, weight > 0)
         if key not in self.done.copies:
-            node = base.producer
-            assert node is not None
+            node = base.maker
             sign, running = 1 if weight > 0 else -1, self.running(base)
             (self.done.copies[key],) = add(self.nodes, node, anchor_p, [running], [base.aval], sign=sign)
         return self.done.copies[key]
@@ -254,14 +247,12 @@ class _Writer:
 
 def _finish(early: Early, total: Any, empty: Any | None, *values: Any) -> Any:
     """Apply to a sum what its terms left out, but where it is `empty`: all of them are masked."""
-    result = total
-    found = [broadcast_by(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
-    anchors, offsets = len(early.anchors), len(early.anchors) + len(early.offsets)
-    for array, term in zip(found[anchors:offsets], early.offsets, strict=True):
-        result = result * jnp.exp(term.weight * array)
-    for array, term in zip(found[offsets:], early.factors, strict=True):
+    result, laid = total, {t: broadcast_by(v, t.dims, total.shape) for t, v in zip(early.terms, values, strict=True)}
+    for term in early.offsets:
+        result = result * jnp.exp(term.weight * laid[term])
+    for term in early.factors:
         for _ in range(int(abs(term.weight))):
-            result = result * array if term.weight > 0 else result / array
+            result = result * laid[term] if term.weight > 0 else result / laid[term]
     return result if empty is None else jnp.where(empty, 0, result)
 
 
@@ -304,11 +295,11 @@ class Weights:
         return self.known[value]
 
     def _write(self, value: Value) -> Value:
-        node = value.producer
-        assert node is not None
+        node = value.maker
         early = self._early(value)
         if not (early.masked if self.counting else early.weighted):
-            return self._trace(lambda x: jnp.where(x == x, jnp.ones_like(x), 1), [self.copy(value)], node)
+            ones = lambda x: jnp.where(x == x, jnp.ones_like(x), 1)
+            return append(self.nodes, ones, [self.copy(value)], node)[0]
         linear = [not self._early(v).plain for v in node.inputs]
         if self.counting and node.name in ("mul", "div", "neg"):  # by a number, or by what is known late
             return self(node.inputs[linear.index(True)])
@@ -319,7 +310,7 @@ class Weights:
             if mine:
                 inputs.append(self(v))
             elif other:  # it has none of the terms
-                inputs.append(self._trace(lambda x: jnp.zeros_like(x), [v], node))
+                inputs += append(self.nodes, jnp.zeros_like, [v], node)
             else:
                 inputs.append(self.copy(v))
         unsigned = {"primitive": lax.add_p} if self.counting and node.name == "sub" else {}
@@ -330,19 +321,13 @@ class Weights:
     def _early(self, value: Value) -> Early:
         return self.finder.sums.get(value) or self.finder.operand(value)
 
-    def _trace(self, fn: Callable[..., Any], inputs: list[Value], node: Node) -> Value:
-        nodes, (result,) = traced(fn, inputs, node)
-        self.nodes += nodes
-        return result
-
 
 def shifted(early: Early, total: Any, weight: Any, *values: Any) -> Any:
     """Add to a sum what its terms left out, as often as they are in it."""
-    anchors, result = len(early.anchors), total
-    found = [broadcast_by(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
-    for array, term in zip(found[anchors:], early.offsets, strict=True):
-        added = term.weight * array * weight
+    result, laid = total, {t: broadcast_by(v, t.dims, total.shape) for t, v in zip(early.terms, values, strict=True)}
+    for term in early.offsets:
+        added = term.weight * laid[term] * weight
         result = result + (jnp.where(weight == 0, 0, added) if early.masked else added)
-    for array, term in zip(found[:anchors], early.anchors, strict=True):  # every element is inf - inf
-        result = jnp.where((term.weight * array == jnp.inf) & (weight != 0), jnp.nan, result)
+    for term in early.anchors:  # every element is inf - inf
+        result = jnp.where((term.weight * laid[term] == jnp.inf) & (weight != 0), jnp.nan, result)
     return result
