@@ -130,7 +130,7 @@ def test_primitive_on_parts_of_a_reduction(op, n, used):
 
 def test_every_rule_has_a_case():
     rows = set().union(*GROUPS.values(), SUMS, MAXIMA, MINIMA, APART)
-    written = {name for name, rule in RULES.items() if not rule.reason}
+    written = {name for name, rule in RULES.items() if not rule.reason or rule.outline or rule.resume}
     assert rows >= written & set(PRIMITIVES)
     assert rows <= written
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from transforms.layout import named
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
 from transforms.tiling.rules import Move
@@ -50,7 +52,10 @@ def first_best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[An
     """
     array, before, place = values
     (local,) = node.bind([array])
-    found = (jnp.max if node.name == "argmax" else jnp.min)(array, cut.dim)  # to look it up takes what is not spread
+    if named(jax.typeof(array)) is None:
+        found = jnp.take_along_axis(array, jnp.expand_dims(local, cut.dim), cut.dim).squeeze(cut.dim)
+    else:  # to look it up takes what is not spread
+        found = (jnp.max if node.name == "argmax" else jnp.min)(array, cut.dim)
     better = found > before if node.name == "argmax" else found < before
     if jnp.issubdtype(found.dtype, jnp.inexact):
         better |= jnp.isnan(found) & ~jnp.isnan(before)
