@@ -76,6 +76,9 @@ class Tiling:
             raise refuse("tiling.budget", self.budget, f"{other} cuts the head already; give one of the two")
         if self.lowmem and self.n == "none":
             raise refuse("tiling.lowmem", "true", "tiling.n=none leaves the head uncut; give a number of tiles or auto")
+        if self.gather != "small" and self.n == "none":
+            why = "tiling.n=none leaves the head uncut; give a number of tiles or auto"
+            raise refuse("tiling.gather", self.gather, why)
 
     @property
     def cuts(self) -> bool:

@@ -5,6 +5,7 @@ one that is not cut, gradients too, whatever the mask.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,8 @@ def head(loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTili
         try:
             return _cut(loss, tiling, targets.ndim - 1, size=how.size)(read, hiddens, targets, mask)
         except TileError as error:
-            other = "" if tiling.gather == "any" else "tiling.gather=any, or "
+            told = re.search(r'pass gather="(\w+)"', str(error))
+            other = f"tiling.gather={told[1]}, or " if told and told[1] != tiling.gather else ""
             remedy = f"  In a run: {other}tiling.n=none, which leaves the head and its loss uncut."
             raise TileError(f"{error}\n{remedy}") from None
 

@@ -381,6 +381,8 @@ def test_a_loss_that_reads_all_tokens_names_the_option_that_lets_it(tmp_path, st
     assert start(*words) == 1
     error = capsys.readouterr().err
     assert "cannot tile `sort`" in error and "In a run: tiling.gather=any, or tiling.n=none" in error
+    assert start(*words, "tiling.gather=none") == 1
+    assert "In a run: tiling.gather=small, or tiling.n=none" in capsys.readouterr().err
     assert start(*words, "tiling.gather=any") == 0
     assert start(*words, "tiling.n=none") == 0
 

@@ -183,6 +183,8 @@ def test_a_budget_that_nothing_keeps_is_refused():
         ({"n": 4, "budget": "1GiB"}, "tiling.budget=1GiB: tiling.n=4 cuts the head already"),
         ({"size": 4, "budget": "1GiB"}, "tiling.budget=1GiB: tiling.size=4 cuts the head already"),
         ({"n": "none", "lowmem": True}, "tiling.lowmem=true: tiling.n=none leaves the head uncut"),
+        ({"n": "none", "gather": "any"}, "tiling.gather=any: tiling.n=none leaves the head uncut"),
+        ({"gather": "large"}, "tiling.gather=large: give small, any or none"),
         ({"sync": "never"}, "tiling.sync=never: give once or tile"),
         ({"batch": 0}, "tiling.batch=0: it must be greater than zero"),
         ({"mlp": -1}, "tiling.mlp=-1: it must be greater than zero"),
