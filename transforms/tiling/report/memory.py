@@ -29,7 +29,7 @@ from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.primitives import REMAT, has, having
 
-VIEWS, FUSED = having("view", "alias"), having("elementwise", "fused")
+VIEWS, FUSED = having("view", "alias", "apart"), having("elementwise", "fused")
 REDUCES, CHEAP, IN_PLACE, NESTED = (having(word) for word in ("reducing", "cheap", "in_place", "nested"))
 ALIGNED = 64  # bytes that arrays begin at multiples of
 
@@ -54,7 +54,8 @@ def _peak(graph: Graph, loop: bool) -> int:
     for node in nodes:
         for value in dict.fromkeys(map(find, node.inputs)):
             readers.setdefault(value, []).append(node)
-    inside = {n for n in nodes if _is_inside(n, [r for v in n.outputs for r in readers.get(v, [])], outputs)}
+    barred = outputs | {find(v) for n in graph.nodes if has(n.name, "apart") for v in n.inputs}  # before a barrier, too
+    inside = {n for n in nodes if _is_inside(n, [r for v in n.outputs for r in readers.get(v, [])], barred)}
 
     def stored(node: Node) -> Iterator[Value]:
         """What a node reads from memory, itself or in what is computed inside it."""
@@ -118,7 +119,7 @@ def _expanded(graph: Graph, same: dict[Value, Value]) -> Iterator[Node]:
             yield from _expanded(inner, same)
             same.update(zip(node.outputs, inner.outputs, strict=True))
         elif node.name in VIEWS:
-            same[node.outputs[0]] = node.inputs[0]
+            same.update(zip(node.outputs, node.inputs, strict=False))  # a view's operands beside the first say of what
         elif not has(node.name, "platform"):
             yield node
 
@@ -134,11 +135,11 @@ def _body_in_place(node: Node) -> Graph | None:
     return flatten(node.params["branches"][next(chosen)])
 
 
-def _is_inside(node: Node, readers: Sequence[Node], outputs: set[Value]) -> bool:
+def _is_inside(node: Node, readers: Sequence[Node], kept: set[Value]) -> bool:
     """Whether readers compute a node themselves, so that its result is never stored."""
     alone = node.name in CHEAP or (node.name in FUSED and len(readers) == 1)
     read = all(r.name in FUSED or r.name in REDUCES for r in readers)
-    return alone and read and outputs.isdisjoint(node.outputs) and not _is_rounded_product(node)
+    return alone and read and kept.isdisjoint(node.outputs) and not _is_rounded_product(node)
 
 
 def _is_rounded_product(node: Node) -> bool:
