@@ -20,7 +20,7 @@ from jaxtyping import install_import_hook
 
 from tests import quick
 
-gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects beside the hundreds of thousands that stay
+gc.set_threshold(1_000_000, 5, 5)  # a plan is a million objects in circles: most are dead when they are looked at
 MOST_MAPS = 20_000
 pytest_plugins = ["tests.sampling"]
 
