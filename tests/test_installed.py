@@ -88,7 +88,8 @@ def test_what_is_installed_trains_and_generates_in_any_folder(python, tmp_path):
     assert call("train", "--help").stdout.splitlines()[2].startswith("  tiling-zoo train ")
     assert "tiling-zoo score GROUP=OPTION --help" in call("score", "-h").stdout
     assert "there is no command `trian`: choose train, " in call("trian").stderr
-    assert all(f"tiling-zoo {word}" in call().stdout for word in ("train", "generate", "score", "convert", "plan"))
+    commands = call().stdout
+    assert all(f"tiling-zoo {word}" in commands for word in ("train", "generate", "score", "convert", "plan"))
 
 
 TYPED = """

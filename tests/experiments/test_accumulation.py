@@ -12,7 +12,6 @@ from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
 from experiments.step.build import Programs
 from tests.zoo.hf_tiny import FAST
-from transforms.step import State
 
 MICRO = ["vocab_size=96", "num_layers=1", "embed_dim=32", "mlp_dim=48", "head_dim=16", "num_heads=2", "num_kv_heads=1"]
 STEPS = 20
@@ -38,11 +37,8 @@ def batches(paired):
 
 def curve(n, dtype, *overrides):
     config = resolved(n, dtype, *overrides)
-    config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, **FAST))
-    model = Programs(config).init()
-    state = State.init(model, Programs(config).optimizer, Programs(config).trainable)
-    step = Programs(config).train
-    losses = []
+    programs = Programs(dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, **FAST)))
+    state, step, losses = programs.init_state(programs.init()), programs.train, []
     for batch in batches(config.paired):
         state, metrics = step(batch, state)
         losses.append(float(metrics["loss"]))

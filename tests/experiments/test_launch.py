@@ -31,14 +31,21 @@ MICRO = [
     "optimizer.warmup=0",
     "checkpoint.every=5",
 ]
-EXPERIMENTS = schema.CONF.parent / "experiments"
+ROOT = schema.CONF.parent
+RUNS = """
+import sys
+from experiments.run import main
+
+names, *words = sys.argv[1:]
+sys.exit(any(main([*words, f"run={name}"]) for name in names.split()))
+"""
 
 
-def begin(folder, script, *words, devices):
+def begin(folder, *command, devices):
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
     environment["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
-    command = [sys.executable, str(EXPERIMENTS / script), *words, *MICRO, f"out={folder}"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, **pipes)
 
 
 def rows(folder, name):
@@ -54,7 +61,8 @@ def children(process):
 
 def two_processes(folder, enough, number, which=None):
     """Start a run in two processes of two devices, give it (or one of them) a signal; return its status and words."""
-    process = begin(folder, "launch.py", "-n", "2", "--devices", "2", "steps=100000", "run=both", devices=1)
+    words = ["steps=100000", "run=both", *MICRO, f"out={folder}"]
+    process = begin(folder, "experiments/launch.py", "-n", "2", "--devices", "2", *words, devices=1)
     end = time.monotonic() + 120
     while len(rows(folder, "both")) < enough and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -67,10 +75,9 @@ def test_a_run_whose_process_dies_ends_and_goes_on_in_another_number_of_them(tmp
     status, error = two_processes(tmp_path, 8, signal.SIGKILL, which=1)
     assert status == 128 + signal.SIGKILL, error
     assert "error: process 1 of 2 was ended by SIGKILL, and the run with it." in error
-    for name in ("both", "alone"):
-        process = begin(tmp_path, "run.py", "steps=20", f"run={name}", devices=4)
-        assert process.communicate(timeout=120)[1] == ""
-        assert process.returncode == 0
+    process = begin(tmp_path, "-c", RUNS, "both alone", "steps=20", *MICRO, f"out={tmp_path}", devices=4)
+    assert process.communicate(timeout=240)[1] == ""
+    assert process.returncode == 0
     both, alone = rows(tmp_path, "both"), rows(tmp_path, "alone")
     assert [row["step"] for row in both] == list(range(21))
     assert [row["loss"] for row in both[1:]] == pytest.approx([row["loss"] for row in alone[1:]], rel=1e-5)

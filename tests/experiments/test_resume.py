@@ -14,6 +14,7 @@ from experiments.commandline import schema
 from tests.quick import FLAGS
 from tests.tiny import MODEL
 
+ROOT = schema.CONF.parent
 MICRO = [
     "data=pydoc",
     *MODEL,
@@ -33,17 +34,22 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+def environment(folder):
+    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": FLAGS}
+
+
 def launch(folder, *words):
-    command = [sys.executable, str(schema.CONF.parent / "experiments" / "run.py")]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": FLAGS}
+    command = [sys.executable, str(ROOT / "experiments" / "run.py")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, *words, f"out={folder}"], env=environment, **pipes)
+    return subprocess.Popen([*command, *words, f"out={folder}"], env=environment(folder), **pipes)
 
 
-def finish(process):
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    return out
+def finish(folder, *runs):
+    """Carry out several runs in one process, which reads JAX once."""
+    code = "import sys; from experiments.run import main; sys.exit(any(main(words.split()) for words in sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *(" ".join([*words, f"out={folder}"]) for words in runs)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(folder), cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def lines(folder, name):
@@ -100,8 +106,8 @@ def stop(folder, steps, number):
 def check(folder, kills, steps):
     happened = kill_again_and_again(folder, kills, steps)
     stop(folder, steps, signal.SIGTERM)
-    finish(launch(folder, *MICRO, f"steps={steps}", "run=killed"))
-    finish(launch(folder, *MICRO, f"steps={steps}", "run=whole", f"checkpoint.every={steps}"))
+    words = [*MICRO, f"steps={steps}"]
+    finish(folder, [*words, "run=killed"], [*words, "run=whole", f"checkpoint.every={steps}"])
     assert happened > kills * 0.9
     assert [row["step"] for row in measured(folder, "killed")] == list(range(steps + 1))
     assert measured(folder, "killed") == measured(folder, "whole")
