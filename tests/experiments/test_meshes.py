@@ -1,11 +1,11 @@
 """Runs on meshes of eight CPU devices: what is chosen, what is refused, and the same losses on every layout."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,6 @@ from experiments.runtime import hardware, meshes
 from experiments.step.build import Programs
 from experiments.step.loss import inputs
 from tests.quick import QUICK
-from transforms.step import State
 
 SIZES = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=8", "model.head_dim=4"]
 SIZES += ["batch_size=8", "seq_len=16", "steps=5", "optimizer.learning_rate=0.01", "hardware.param_dtype=float32"]
@@ -45,25 +44,30 @@ def quickly(config):
     return dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, compiler_options=options))
 
 
-def losses(*words):
-    """The loss of every step of a run."""
+def losses(*words, model=None):
+    """The loss of every step of a run, from weights that it draws where they lie, or from a model."""
     config = quickly(resolved(*words))
     assert config.problem is None
     source = batches.open_source(config)
     with meshes.spread(config.mesh):
-        abstract = Programs(config).state
-        step, put = Programs(config).train, meshes.feeder(source.batch_size)
-        model, optimizer = Programs(config).init(), Programs(config).optimizer
-        state = eqx.filter_jit(lambda model: State.init(model, optimizer, Programs(config).trainable), **QUICK)(model)
-        found, frozen = [], Programs(config).init_frozen()
+        programs, put, found = Programs(config), meshes.feeder(source.batch_size), []
+        made = programs.init() if model is None else jax.device_put(meshes.placed(model, programs.model))
+        state = programs.init_state(made)
+        frozen = programs.init_frozen()
         for index in range(config.steps):
             batch = put(lambda rows, index=index: source.batch(index, rows).arrays)
-            state, metrics = step(inputs(batch, frozen), state)
+            state, metrics = programs.train(inputs(batch, frozen), state)
             found.append(float(metrics["loss"]))
-        for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(programs.state), strict=True):
             if shape.sharding is not None:
                 assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
     return np.array(found)
+
+
+@functools.cache
+def drawn(*words):
+    """A model, drawn once, as numpy arrays: `tests/zoo/test_init.py` has that every mesh draws the same."""
+    return jax.device_get(Programs(quickly(resolved("mesh=one", *words))).init())
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def alone():
 
     def run(*words):
         if words not in known:
-            known[words] = losses("mesh=one", *words)
+            known[words] = losses("mesh=one", *words, model=drawn(*words))
             assert known[words][-1] < known[words][0] - 0.1
         return known[words]
 
@@ -82,12 +86,13 @@ def alone():
 
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=LAYOUTS)
 def test_a_run_is_the_same_on_a_mesh(alone, model, layout):
-    np.testing.assert_allclose(losses(f"mesh={layout}", *model), alone(*model), atol=1e-5)
+    np.testing.assert_allclose(losses(f"mesh={layout}", *model, model=drawn(*model)), alone(*model), atol=1e-5)
 
 
 @pytest.mark.parametrize(("model", "layout"), [(GEMMA, "fsdp_tp"), (LLAMA, "fsdp_cp")])
 def test_a_tiled_run_is_the_same_on_a_mesh(alone, model, layout):
-    np.testing.assert_allclose(losses(f"mesh={layout}", "tiling.n=3", *model), alone(*model), atol=1e-5)
+    found = losses(f"mesh={layout}", "tiling.n=3", *model, model=drawn(*model))
+    np.testing.assert_allclose(found, alone(*model), atol=1e-5)
 
 
 def test_muon_is_the_same_on_a_mesh_whose_layers_do_not_divide(alone):
