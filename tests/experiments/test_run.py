@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import zoo
 from experiments import run, sweep
@@ -221,8 +222,8 @@ def test_a_change_of_what_is_read_is_said(start, tmp_path, capsys):
 
 def test_a_change_of_weights_that_are_read_again_is_said(start, tmp_path, capsys):
     """Not of those that a run only began with: a checkpoint holds what became of them."""
-    assert start("run=first", "save.final=true") == start("run=other", "save.final=true", "seed=5") == 0
-    folder, other = (tmp_path / name / "weights" for name in ("first", "other"))
+    assert start("run=first", "save.final=true") == 0
+    folder = tmp_path / "first" / "weights"
     words = f"model.weights={folder}", "checkpoint.every=2", "optimizer.schedule=constant"
     teacher = f"objective.teacher={folder}"
     runs = {
@@ -231,11 +232,12 @@ def test_a_change_of_weights_that_are_read_again_is_said(start, tmp_path, capsys
         None: ("run=plain", *words),
     }
     said = lambda: [line for line in capsys.readouterr().out.splitlines() if "changed  " in line and "weights" in line]
-    for words in runs.values():
-        assert start(*words, "steps=2") == start(*words, "steps=4") == 0
+    for key, words in runs.items():
+        assert start(*words, "steps=2") == 0
+        assert key is None or start(*words, "steps=4") == 0
     assert not said()
-    for file in folder.glob("*.safetensors"):
-        file.write_bytes((other / file.name).read_bytes())
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: array + 0.01 for name, array in load_file(file).items()}, file)
     for key, words in runs.items():
         assert start(*words, "steps=6") == 0
         expected = [f"{key}: the weights are not what they were"] if key else []
