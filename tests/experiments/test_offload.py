@@ -48,7 +48,7 @@ def trained(*words, model="tiny_llama", steps=2):
     [
         ("tiny_llama", ["optimizer=adamw", "remat=full", "optimizer.ema=0.9"]),
         ("tiny_gemma3", ["optimizer=sgd", "optimizer.momentum=0.9", "tiling=long", "tiling.tokens=24", "tiling.n=3"]),
-        ("tiny_llama", ["optimizer=adamw", "adapter=lora", "adapter.rank=2"]),
+        ("tiny_llama", ["optimizer=adamw", "adapter=lora", "adapter.rank=2", "adapter.targets=q,down"]),
     ],
 )
 def test_losses_and_state_are_those_of_a_run_that_keeps_all_on_the_device(model, words):
