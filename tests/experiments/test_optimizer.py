@@ -93,6 +93,17 @@ def mixture():
     return Mixture.init(CONFIG, key=jax.random.key(0))
 
 
+def decay(tx):
+    """What moves a mixture of ones that no gradient moves."""
+    params = jax.tree.map(np.ones_like, jax.device_get(mixture()))
+    return moved(tx, jax.tree.map(np.zeros_like, params), params)
+
+
+def moved(tx, grads, params):
+    """The first update, in one program: operation by operation, each shape would be compiled for."""
+    return jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[0], **FAST)(grads, params)
+
+
 @pytest.mark.parametrize("case", ["gemma3n", "gemma4_small", "gemma4_moe"])
 def test_what_only_scales_has_no_weight_decay(case):
     model = loaded(case)
@@ -105,9 +116,7 @@ def test_norms_and_biases_have_no_weight_decay():
     mask = optimizer.decayed(configs.AdamW(), mixture())
     decayed = {name for name, on in zip(optimizer.names(mask), jax.tree.leaves(mask), strict=True) if on}
     assert decayed == {row.leaf for row in rows(CONFIG) if row.fan_in}
-    tx = optimizer.build(configs.AdamW(learning_rate=0.1, warmup=0.0, weight_decay=0.5), steps=10)
-    params = jax.tree.map(jnp.ones_like, mixture())
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    updates = decay(optimizer.build(configs.AdamW(learning_rate=0.1, warmup=0.0, weight_decay=0.5), steps=10))
     np.testing.assert_allclose(updates.layers.q, -0.05, rtol=1e-6)
     np.testing.assert_array_equal(updates.layers.attn_norm, 0)
     np.testing.assert_array_equal(updates.layers.q_bias, 0)
@@ -126,9 +135,7 @@ def test_patterns_say_what_has_no_weight_decay():
 @pytest.mark.parametrize("cls", [configs.AdamW, configs.Muon, configs.Sgd])
 def test_whatever_moves_a_matrix_it_has_weight_decay(cls):
     """Of Muon, also what Adam moves: the table and the head."""
-    tx = optimizer.build(cls(learning_rate=0.1, warmup=0.0, weight_decay=0.5), 10, model=CONFIG)
-    params = jax.tree.map(jnp.ones_like, mixture())
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    updates = decay(optimizer.build(cls(learning_rate=0.1, warmup=0.0, weight_decay=0.5), 10, model=CONFIG))
     for leaf in (updates.embed, updates.layers.q):
         np.testing.assert_allclose(leaf, -0.05, rtol=1e-6)
     np.testing.assert_array_equal(updates.layers.attn_norm, 0)
@@ -147,10 +154,9 @@ def test_muon_makes_steps_orthogonal_over_the_inputs_and_outputs_of_each_layers_
     tx = optimizer.build(
         configs.Muon(learning_rate=1.0, warmup=0.0, weight_decay=0.0, consistent_rms=None), 10, model=CONFIG
     )
-    model = mixture()
-    keys = iter(jax.random.split(jax.random.key(1), 99))
-    grads = jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), model)
-    updates, _ = jax.jit(tx.update, **FAST)(grads, tx.init(model), model)
+    model, rng = mixture(), np.random.default_rng(1)
+    grads = jax.tree.map(lambda p: rng.standard_normal(p.shape, np.float32), model)
+    updates = moved(tx, grads, model)
     for matrix in (
         updates.layers.q[1].reshape(16, -1),  # D, N H
         updates.layers.o[0].reshape(-1, 16),  # N H, D
@@ -181,7 +187,7 @@ def test_muon_moves_adapters():
     model = lora.attach(mixture(), ["q", "gate"], rank=2, alpha=1.0, key=jax.random.key(0))
     params = eqx.filter(model, lora.trainable(model))
     tx = optimizer.build(configs.Muon(learning_rate=0.1, warmup=0.0), 10, model=CONFIG)
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    updates = moved(tx, jax.tree.map(np.ones_like, params), params)
     assert updates.embed is None and float(abs(updates.layers.q.b).max()) > 0
     assert optimizer._matrices(CONFIG, AXES, params).layers.gate.b.dims[0] == (2,)
 
