@@ -1,6 +1,9 @@
 """LoRA: computes what the merged model does, learns alone, and goes to disk and back."""
 
+import dataclasses
+import functools
 import json
+import math
 import re
 
 import equinox as eqx
@@ -53,17 +56,22 @@ OTHERS += ["gemma3n"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-LOSS = jit(loss_fn)  # one for all: models of one shape are compiled once
+LOSS, MERGE = jit(loss_fn), jit(lora.merge)  # one for all: models of one shape are compiled once
 
 
-def attached(case: str, targets=ALL, seed: int = 0, **how):
-    """The model of a case with an adapter whose B is not zero."""
-    model = lora.attach(loaded(case), targets, rank=3, alpha=6.0, key=jax.random.key(seed), **how)
-    found = list(lora.adapted(model))
-    rng = np.random.default_rng(seed + 1)
-    draw = lambda like: jnp.asarray(rng.normal(size=like.shape) / 10, like.dtype)
-    filled = [eqx.tree_at(lambda p: p.b, part, draw(part.b)) for _, part in found]
-    return lora.put(model, [row for row, _ in found], filled)
+def attached(case: str, targets=ALL, seed: int = 0):
+    """The model of a case with an adapter whose B is not zero, drawn in numpy: JAX would compile for each shape."""
+    model, rng = loaded(case), np.random.default_rng(seed + 1)
+    like = eqx.filter_eval_shape(lora.attach, model, targets, rank=3, alpha=6.0, key=jax.random.key(seed))
+    found = list(lora.adapted(like))
+    draw = lambda like, size: jax.device_put((size * rng.normal(size=like.shape)).astype(like.dtype))
+
+    def filled(row, part):
+        fan_in = math.prod(model.config.dims[letter] for letter in row.fan_in)
+        base = functools.reduce(getattr, row.leaf.split("."), model)
+        return dataclasses.replace(part, base=base, a=draw(part.a, fan_in**-0.5), b=draw(part.b, 0.1))
+
+    return lora.put(model, [row for row, _ in found], [filled(*each) for each in found])
 
 
 @pytest.mark.parametrize("case", CASES + OTHERS)
@@ -71,7 +79,7 @@ def test_adapted_equals_merged(case):
     """On every matrix there is: experts, their routers and an untied head too."""
     model = attached(case, ["*"])
     (loss, logits), (merged_loss, merged_logits), (_, plain_logits) = (
-        LOSS(m) for m in (model, jit(lora.merge)(model), loaded(case))
+        LOSS(m) for m in (model, MERGE(model), loaded(case))
     )
     np.testing.assert_allclose(logits, merged_logits, atol=2e-5)
     assert abs(float(loss) - float(merged_loss)) < 1e-5
@@ -436,7 +444,8 @@ def test_every_kind_is_the_formula_of_its_paper(kind, tmp_path):
     layers = settings.get("layers_to_transform", (0, 1, 2))
     held = write_adapter(tmp_path, layers, rank if patterns else lambda _: 4, **settings)
     model = adapters.load(tmp_path, loaded("llama2"))
-    zoo.save(lora.merge(model), tmp_path / "merged")
+    whole_model = lora.merge(model)
+    zoo.save(whole_model, tmp_path / "merged")
     zoo.save(loaded("llama2"), tmp_path / "plain")
     merged, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "plain"))
     adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in held}
@@ -452,7 +461,7 @@ def test_every_kind_is_the_formula_of_its_paper(kind, tmp_path):
     for name in plain:
         if name.removesuffix(".weight") not in adapted:
             np.testing.assert_array_equal(merged[name], plain[name], err_msg=name)
-    np.testing.assert_allclose(LOSS(model)[1], LOSS(lora.merge(model))[1], atol=5e-5)
+    np.testing.assert_allclose(LOSS(model)[1], LOSS(whole_model)[1], atol=5e-5)
     adapters.save(model, tmp_path / "again")
     again = adapters.load(tmp_path / "again", loaded("llama2"))
     assert same(model, again)
