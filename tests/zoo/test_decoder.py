@@ -9,6 +9,7 @@ import pytest
 
 import zoo
 from tests import quick
+from tests.helpers import drawn
 from tests.zoo.hf_tiny import loaded
 from zoo.engine.engine import Engine, lowered
 from zoo.engine.sizes import Settings
@@ -20,7 +21,7 @@ SIZES = dict(vocab_size=64, num_layers=3, embed_dim=256, mlp_dim=512, num_heads=
 
 
 def test_layers_apart_are_in_the_memory_of_their_stack():
-    model = zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0), dtype=jnp.bfloat16)
+    model = drawn(zoo.LlamaConfig(**SIZES), jnp.bfloat16)
     divided = apart(model).layers.down
     where = [layer.unsafe_buffer_pointer() - model.layers.down.unsafe_buffer_pointer() for layer in divided.layers]
     assert where == [0, 512 * 256 * 2, 2 * 512 * 256 * 2]
@@ -39,7 +40,7 @@ def test_layers_together_are_the_model_that_was_apart(case):
 
 def test_layers_apart_are_where_their_stack_is():
     here = jax.devices()[1]
-    model = jax.device_put(zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0)), here)
+    model = jax.device_put(drawn(zoo.LlamaConfig(**SIZES)), here)
     assert {device for leaf in jax.tree.leaves(apart(model)) for device in leaf.devices()} == {here}
     on_a_mesh = lambda leaf: jax.NamedSharding(
         jax.make_mesh((1,), ("model",)), jax.P(*(None,) * (leaf.ndim - 1), "model")
@@ -64,7 +65,7 @@ def test_floats_of_8_bits_are_read_a_layer_at_a_time():
     taken = []
     for layers in (2, 4):
         config = zoo.LlamaConfig(**{**SIZES, "num_layers": layers})
-        model = jax.tree.map(_in_fp8, quantise(zoo.Llama.init(config, key=jax.random.key(0)), "int8"), is_leaf=_kept)
+        model = jax.tree.map(_in_fp8, quantise(drawn(config), "int8"), is_leaf=_kept)
         with quick.by_default(quick.UNOPTIMISED):  # but for machine code, as XLA makes it fast
             program = lowered(model, Settings(length=64, rows=4)).compile()
         taken.append(program.memory_analysis().temp_size_in_bytes)
@@ -72,7 +73,8 @@ def test_floats_of_8_bits_are_read_a_layer_at_a_time():
     engine = Engine(model, Settings(length=64, rows=4))
     [answer] = engine.submit([1, 2, 3], max_tokens=4)
     engine.run()
-    logits = model(jnp.array([[1, 2, 3, *(token.id for token in answer.tokens)]]))[0, 2:-1]
+    ids = jnp.array([[1, 2, 3, *(token.id for token in answer.tokens)]])
+    logits = quick.jit(lambda model: model(ids))(model)[0, 2:-1]
     assert [token.id for token in answer.tokens] == logits.argmax(-1).tolist()
 
 
@@ -117,7 +119,7 @@ def _same_one_by_one(config):
 
 
 def test_an_engine_whose_model_was_donated_says_so():
-    engine = Engine(model := zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0)), Settings(length=64))
+    engine = Engine(model := drawn(zoo.LlamaConfig(**SIZES)), Settings(length=64))
     jax.jit(lambda model: jax.tree.map(jnp.square, model), donate_argnums=0)(model)
     with pytest.raises(ValueError, match=r"whose arrays were donated or deleted.*Drop the engine before"):
         engine.submit([1, 2], max_tokens=1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.helpers import drawn
 from tests.quick import QUICK
 from tests.tiny import same
 from transforms import tile
@@ -28,7 +29,7 @@ def ids():
 
 @functools.cache
 def llama():
-    return zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0))
+    return drawn(zoo.LlamaConfig(**SIZES))
 
 
 def _by_hand(matrix, kind, group):
@@ -149,14 +150,15 @@ def test_what_cannot_be_kept_in_fewer_bits_is_refused():
         quantise(llama(), "int4", group=48)
 
 
+@functools.cache
 def gpt2():
     sizes = SIZES | {"num_kv_heads": 4, "head_dim": 16}
-    return zoo.GPT.init(zoo.GPT2Config(**sizes), key=jax.random.key(0))
+    return drawn(zoo.GPT2Config(**sizes))
 
 
+@functools.cache
 def gpt_oss():
-    config = zoo.GptOssConfig(**SIZES, num_experts=4, experts_per_token=2)
-    return zoo.Mixture.init(config, key=jax.random.key(0))
+    return drawn(zoo.GptOssConfig(**SIZES, num_experts=4, experts_per_token=2))
 
 
 # Matrices that lie on disk as inputs by outputs, and experts of which one tensor holds all.
@@ -238,7 +240,7 @@ def test_what_is_made_on_a_mesh_is_what_is_made_on_one_device(kind, init, tmp_pa
 
 def test_usual_groups_fit_all_matrices():
     config = zoo.LlamaConfig(**SIZES | {"num_heads": 3, "num_kv_heads": 3})  # 96 inputs behind attention
-    model = zoo.Llama.init(config, key=jax.random.key(0))
+    model = drawn(config)
     assert {quantise(model, kind).layers.o.group for kind in ("int4", "nf4")} == {32}
 
 

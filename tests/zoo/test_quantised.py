@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import zoo
+from tests.helpers import drawn
 from tests.tiny import same
 from tests.zoo import hf_tiny
 from transforms.sharding import make_mesh, sharding_of
@@ -611,11 +612,9 @@ def _same(one, other):
 
 
 MODELS = {
-    "llama": lambda dtype: zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0), dtype=dtype),
-    "phi3": lambda dtype: zoo.Llama.init(zoo.Phi3Config(**SIZES), key=jax.random.key(0), dtype=dtype),
-    "mixtral": lambda dtype: zoo.Mixture.init(
-        zoo.MixtralConfig(**SIZES, num_experts=3, experts_per_token=2), key=jax.random.key(0), dtype=dtype
-    ),
+    "llama": zoo.LlamaConfig(**SIZES),
+    "phi3": zoo.Phi3Config(**SIZES),
+    "mixtral": zoo.MixtralConfig(**SIZES, num_experts=3, experts_per_token=2),
 }
 
 
@@ -624,7 +623,7 @@ MODELS = {
 )
 def test_what_is_written_in_fewer_bits_is_read_so(kind, family, tmp_path):
     """Kept, to the bit; read as what it stands for, the same numbers; and its shapes are told from headers alone."""
-    model = quantise(MODELS[family](jnp.bfloat16 if family == "phi3" else jnp.float32), kind, group=GROUPS[kind])
+    model = quantise(drawn(MODELS[family], jnp.bfloat16 if family == "phi3" else jnp.float32), kind, group=GROUPS[kind])
     zoo.save(model, tmp_path, shard_bytes=2**16)
     kept = load(tmp_path, quantise="as_stored")
     _same(kept, model)
@@ -751,7 +750,7 @@ def test_transformers_reads_what_is_written(kind, dtype, tmp_path):
     """Its logits, with its own readers of these formats, where they are installed."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes" if kind == "nf4" else "compressed_tensors")
-    model = quantise(MODELS["llama"](jnp.dtype(dtype)), kind, group=GROUPS[kind])
+    model = quantise(drawn(MODELS["llama"], dtype), kind, group=GROUPS[kind])
     zoo.save(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
     ids = np.random.default_rng(0).integers(0, 64, (2, 7))

@@ -7,6 +7,7 @@ import pytest
 
 import zoo
 from experiments.planning.hlo import collectives
+from tests.helpers import drawn
 from tests.quick import QUICK
 from tests.tiny import on_mesh
 from tests.zoo.test_attention_kernels import ADAPTERS
@@ -62,8 +63,7 @@ def gradients(model, ids, segments, how, options=QUICK):
 
 @pytest.mark.parametrize(("name", "mesh", "how"), ROWS)
 def test_models_have_the_gradients_of_one_device(name, mesh, how):
-    config = CONFIGS[name]
-    model = zoo.model_class(config).init(config, key=jax.random.key(0))
+    model = drawn(CONFIGS[name])
     ids = np.random.default_rng(2).integers(3, 60, (2, 32), dtype=np.int32)
     segments = np.repeat([[1, 2, 3]] * 2, [10, 5, 17], axis=1).astype(np.int32) if "packed" in how else None
     wanted = gradients(model, ids, segments, None)
