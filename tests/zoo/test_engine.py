@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.helpers import as_jax
 from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
 from zoo.engine.engine import Engine, Settings, lowered
@@ -44,7 +45,7 @@ QUICK = {  # case -> dtype and width of rows
 
 @functools.cache
 def model_of(case, dtype):
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), loaded(case))
+    return as_jax(loaded(case), dtype)
 
 
 def engine_of(case, dtype="float32", **sizes):
@@ -89,13 +90,12 @@ def bits(answer):
 def alone(case, dtype, width, seed):
     """What each request is answered when nobody else asks, without drafts and without prefixes."""
     found, (texts, scored) = [], requests(seed)
+    engine = engine_of(case, dtype, width=width, share=False)
     for ids, sampling, most, _ in texts:
-        engine = engine_of(case, dtype, width=width, share=False)
         [answer] = engine.submit(ids, sampling=sampling, max_tokens=most)
         engine.run()
         assert (answer.finish, len(answer.tokens)) == ("length", most)
         found.append(bits(answer))
-    engine = engine_of(case, dtype, width=width)
     answer, vector = engine.score(scored), engine.embed(scored)
     engine.run()
     assert not np.isnan(answer.scores.logprobs).any()
