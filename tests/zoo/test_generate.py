@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers import as_jax
 from tests.zoo import hf_tiny
 from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
@@ -87,9 +88,9 @@ def test_greedy_tokens_are_those_of_transformers(case):
 
 def test_programs_for_windows_and_for_chunks_of_one_length_are_two():
     ours("gemma2_gqa")  # every second layer of both sees four keys
-    model, prompt = loaded("mobilellm_r1"), PROMPTS[0]
-    answer = ours("mobilellm_r1")[0]
-    logits = model.logits(model.hidden(jnp.array([[*prompt, *answer[:-1]]])))[0]
+    prompt, answer = PROMPTS[0], ours("mobilellm_r1")[0]
+    ids = jnp.array([[*prompt, *answer[:-1]]])
+    logits = jax.jit(lambda model: model(ids), **FAST)(loaded("mobilellm_r1"))[0]
     assert np.argmax(logits[len(prompt) - 1 :], -1).tolist() == answer
 
 
@@ -163,11 +164,11 @@ def test_frequencies_that_grow_with_the_text_are_those_of_the_whole_prompt(chunk
 @pytest.mark.parametrize("case", ["gemma2_gqa", "mixtral"])  # no token of these stands between two experts
 def test_weights_converted_once_compute_the_same(case):
     """Logits within the rounding of 16 bits, and no program has 16-bit weights left to convert."""
-    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), loaded(case))
+    model = as_jax(loaded(case), jnp.bfloat16)
     wide = widened(model)
     ids = jnp.asarray(hf_tiny.tokens(), jnp.int32)
     run = jax.jit(lambda model: model(ids))
-    exact = loaded(case)(ids)
+    exact = run(loaded(case))
     error = lambda logits: float(jnp.sqrt(jnp.mean((logits - exact) ** 2)))
     assert error(run(wide)) < 1.2 * error(run(model))
     assert {leaf.dtype for leaf in jax.tree.leaves(wide.layers) if leaf.ndim > 2} == {jnp.dtype("float32")}
@@ -193,8 +194,8 @@ def test_seeds_repeat_and_a_text_does_not_depend_on_the_others():
 
 
 def test_bfloat16_generates():
-    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), loaded(MODEL))
-    found = generate(model, PROMPTS, 3, compiler_options=FAST["compiler_options"])
+    model = as_jax(loaded(MODEL), jnp.bfloat16)
+    found = generate(model, PROMPTS, 3, chunk=len(PROMPTS), **FAST)
     assert [len(row) for row in found] == [3, 3, 3]
 
 

@@ -123,7 +123,8 @@ def test_scores_are_those_of_the_logits():
     engine = engine_of("gemma2_gqa", rows=5)
     answer = engine.score(ids.tolist(), first=12)
     engine.run()
-    logs = np.asarray(jax.nn.log_softmax(loaded("gemma2_gqa")(jnp.asarray(ids)[None])[0]))[:-1]
+    logits = jax.jit(lambda model: model(jnp.asarray(ids)[None])[0], **FAST)
+    logs = np.asarray(jax.nn.log_softmax(logits(loaded("gemma2_gqa"))))[:-1]
     picked = logs[np.arange(29), ids[1:]]
     np.testing.assert_allclose(answer.scores.logprobs[11:], picked[11:], atol=2e-5)
     np.testing.assert_allclose(answer.scores.entropy[11:], -(np.exp(logs) * logs).sum(-1)[11:], atol=2e-5)
@@ -145,7 +146,7 @@ def test_an_embedding_that_was_interrupted_is_the_same(pooling):
     engine.scheduler._wait(late.text)
     engine.run()
     assert bits(late) == bits(alone)
-    hidden = np.asarray(loaded("gemma2_gqa").hidden(jnp.asarray([ids])))[0]
+    hidden = np.asarray(jax.jit(lambda model: model.hidden(jnp.asarray([ids])), **FAST)(loaded("gemma2_gqa")))[0]
     np.testing.assert_allclose(late.embedding, hidden.mean(0) if pooling == "mean" else hidden[-1], atol=2e-5)
     with pytest.raises(ValueError, match="cannot embed with pooling=max"):
         engine.embed(ids, pooling="max")
