@@ -18,6 +18,8 @@ from jax import tree_util as jtu
 
 from tests.quick import OPTIMISED, QUICK
 from transforms import TileError, tile
+from transforms.tiling.autodiff.program import collections_paused
+from transforms.tiling.report.plan import TilePlan, explain
 
 FLOAT32, FLOAT64 = 3e-5, 1e-9  # relative to the largest magnitude of each leaf
 MODES = ("grad", "jvp", "vmap", "checkpoint")
@@ -61,6 +63,19 @@ def tiled(fn: Callable, axis: Any, n: int, has_aux: bool = False, closed: int = 
     if closed == 0:
         return tile(fn, axis, n, has_aux=has_aux)
     return lambda *args: tile(lambda *rest: fn(*args[:closed], *rest), axis, n, has_aux=has_aux)(*args[closed:])
+
+
+def planned(tiled: Callable, *args: Any) -> tuple[TilePlan, Callable]:
+    """Return how this call is tiled, and the call itself of other arrays like these, which is not planned once more."""
+    with collections_paused():
+        traced = tiled._tracer.trace(args, {})
+        plan = explain(traced.program)
+
+    def call(*args):
+        with collections_paused():
+            return traced.form.build(traced.run(args), [])
+
+    return plan, call
 
 
 def random_like(tree: Any, seed: int) -> Any:
