@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from tests import quick
+from tests.helpers import planned
 from transforms import TileError, tile
 
 pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
@@ -136,11 +137,10 @@ def test_is_computed_piece_by_piece(fn, axis, args):
         total = lambda *args: sum(jnp.sum(leaf * jnp.cos(1.0 + leaf.ndim)) for leaf in floats(fn(*args)))
         return quick.jit(lambda *args: (fn(*args), jax.grad(total, (0, 1))(*args)))(*args)
 
-    tiled = tile(fn, axis, 4)
+    plan, tiled = planned(tile(fn, axis, 4), *args)
     for got, want in zip(*map(jax.tree.leaves, (both(tiled), both(fn))), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
     largest = max(a.nbytes for a in args)
-    plan = tiled.plan(*args)
     for run in filter(None, (plan.value, plan.gradient)):
         assert all(c.nbytes <= largest for loop in run.loops for c in loop.carries)
 
@@ -150,11 +150,11 @@ def test_is_computed_piece_by_piece(fn, axis, args):
 def test_a_column_beside_those_of_all_pairs_is_no_array_of_them(fn, rows):
     args = tuple(map(jnp.asarray, (draw(rows, D), draw(N, D), draw(N, D))))
     scalar = lambda *args: 3 * sum(jnp.sum(leaf * jnp.cos(1.0 + leaf.ndim)) for leaf in floats(fn(*args)))
-    tiled = tile(scalar, (None, 0, 0), 5)
+    plan, tiled = planned(tile(scalar, (None, 0, 0), 5), *args)
     both = (quick.jit(jax.value_and_grad(fn, (0, 1, 2)))(*args) for fn in (tiled, scalar))
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
-    assert all(loop.largest <= rows * N * 8 / 4 for loop in tiled.plan(*args).gradient.loops)
+    assert all(loop.largest <= rows * N * 8 / 4 for loop in plan.gradient.loops)
 
 
 @pytest.mark.optimised  # XLA's untiled scatter compares such places with a bound cut off to their bits where it is not
