@@ -14,6 +14,7 @@ from transforms import tile
 from transforms.remat import remat
 from transforms.sharding import AXES, make_mesh, sharding_of
 
+pytestmark = pytest.mark.symbolic
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 16, "mlp_dim": 32, "num_heads": 8, "head_dim": 4}
 TIED = zoo.GemmaConfig(**SIZES, num_kv_heads=4, post_norms=True, final_softcap=5.0, window=3, attention_pattern="LG")
 UNTIED = zoo.Qwen2Config(**SIZES, num_kv_heads=2)

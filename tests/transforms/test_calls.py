@@ -20,6 +20,7 @@ from transforms.tiling import schedule
 from transforms.tiling.analysis import propagate
 from transforms.tiling.autodiff import program
 
+pytestmark = pytest.mark.symbolic
 X = jnp.asarray(np.random.default_rng(0).normal(size=(21, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
 
@@ -352,7 +353,6 @@ def buffered(x, w, kind):
     return eqxi.while_loop(lambda c: c[0] < 4, step, begin, max_steps=4, kind=kind, buffers=lambda c: c[2])[2]
 
 
-@pytest.mark.symbolic
 @pytest.mark.parametrize("kind", ["bounded", "checkpointed"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_loops_of_equinox_are_opened(kind, mapped, float64):
@@ -360,7 +360,7 @@ def test_loops_of_equinox_are_opened(kind, mapped, float64):
     every = jax.vmap(buffered, (0, None, None), 1) if mapped else buffered
     loss = lambda x, w: jnp.sin(every(x, w, kind)).sum()
     args = jnp.sin(jnp.arange(72.0)).reshape(12, 6), jnp.cos(jnp.arange(36.0)).reshape(6, 6)
-    found, expected = (jax.value_and_grad(fn, (0, 1))(*args) for fn in (tile(loss, (0, None), 4), loss))
+    found, expected = (jax.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (tile(loss, (0, None), 4), loss))
     assert_same(found, expected, FLOAT64)
 
 

@@ -12,6 +12,8 @@ from experiments.planning.hlo import dot_flops
 from tests import quick
 from transforms import TileError, tile
 
+pytestmark = pytest.mark.symbolic
+
 
 def mean_loss(hidden, table, labels):
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ table.T, labels).mean()
@@ -42,7 +44,7 @@ def draw(tokens=100, embed=8, vocab=1100, dtype=jnp.float32):
 def test_gradients_equal_untiled(loss):
     args = draw()
     total = lambda fn: lambda *args: fn(*args).sum()
-    got = jax.jit(jax.value_and_grad(total(tile(loss, (0, None, 0), 3, lowmem=True)), (0, 1)))(*args)
+    got = quick.jit(jax.value_and_grad(total(tile(loss, (0, None, 0), 3, lowmem=True)), (0, 1)))(*args)
     want = quick.jit(jax.value_and_grad(total(loss), (0, 1)))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
@@ -64,6 +66,7 @@ def test_no_accumulator_is_as_large_as_its_gradient():
     assert dot_flops(compiled().as_text()) == 3 * 2 * tokens * embed * vocab
 
 
+@pytest.mark.optimised
 def test_narrow_gradients_are_rounded_once():
     hidden, table, labels = draw(dtype=jnp.bfloat16)
     exact = quick.jit(jax.grad(mean_loss, 1))(hidden.astype("float32"), table.astype("float32"), labels)

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from transforms import layout, tile
 
+pytestmark = pytest.mark.symbolic
+
 APART = P(None, None, unreduced={"d"})
 WRONG = pytest.mark.xfail(strict=True, reason="JAX adds up what each device holds whole")
 
