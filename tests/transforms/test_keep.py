@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from experiments.planning.hlo import dot_flops
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
 POLICIES = jax.checkpoint_policies
 UNIT = 2 * 64 * 8 * 32
 OFFLOAD = POLICIES.save_and_offload_only_these_names(
@@ -79,11 +80,11 @@ def deep(x, weights):
 
 def test_products_grow_with_the_layers_that_are_named_and_not_with_their_square():
     rng = np.random.default_rng(0)
-    x, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((24, 6), (8, 3, 6, 6)))
+    x, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((24, 6), (5, 3, 6, 6)))
     keep = tile(deep, (0, None), 4, policy=POLICIES.save_only_these_names("layer"))
     assert "computes more products again" in str(tile(deep, (0, None), 4).plan(x, list(weights[:4])))
-    flops = [keep.plan(x, list(weights[:layers] / 6)).gradient.flops for layers in (2, 4, 6, 8)]
-    assert len(set(np.diff(flops))) == 1 and flops[-1] < 2.2 * keep.plan(x, list(weights / 6)).gradient.untiled_flops
+    plans = [keep.plan(x, list(weights[:layers] / 6)).gradient for layers in (2, 3, 4, 5)]
+    assert len(set(np.diff([plan.flops for plan in plans]))) == 1 and plans[-1].flops < 2.2 * plans[-1].untiled_flops
     for wrap in (jax.grad, lambda fn: jax.jacfwd(jax.grad(fn))):
         got, want = (jax.jit(wrap(fn))(x, list(weights[:3] / 6)) for fn in (keep, deep))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
