@@ -113,7 +113,8 @@ def quickly(request):
 @pytest.fixture(autouse=True)
 def optimised(request):
     """A test may be marked in a module that is not."""
-    for mark, options in {"optimised": {}, "measured": quick.UNOPTIMISED}.items():
+    how = {"optimised": {}, "measured": quick.UNOPTIMISED, "symbolic": quick.QUICK["compiler_options"]}
+    for mark, options in how.items():
         if request.node.get_closest_marker(mark):
             with quick.by_default(options):
                 yield

@@ -151,8 +151,10 @@ def attach(
 def merge(model: PyTree) -> PyTree:
     """Return the model with every `LowRank` merged into one matrix; a model without any as it is."""
     found = [row for row, _ in adapted(model)]
-    merge_one = jax.jit(lambda part, row: part.merged(row), static_argnums=1)
-    return put(model, found, [merge_one(_leaf(model, row), row) for row in found])
+    return put(model, found, [_merged(_leaf(model, row), row) for row in found])
+
+
+_merged = jax.jit(lambda part, row: part.merged(row), static_argnums=1)
 
 
 def detach(model: PyTree) -> PyTree:
