@@ -79,7 +79,7 @@ def test_narrow_gradients_are_rounded_once():
 def test_nothing_whole_to_differentiate():
     fn = lambda x: jnp.tanh(x).sum()
     got = jax.grad(tile(fn, 0, 3, lowmem=True))(jnp.arange(7.0))
-    np.testing.assert_allclose(got, jax.grad(fn)(jnp.arange(7.0)), rtol=1e-6)
+    np.testing.assert_allclose(got, jax.grad(fn)(jnp.arange(7.0)), atol=1e-6)  # one less a square of almost one
 
 
 @jax.custom_jvp

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from graphlib import TopologicalSorter
 
 import jax
@@ -50,12 +50,8 @@ def _peak(graph: Graph, loop: bool) -> int:
 
     nodes = list(_expanded(graph, same))
     outputs = {find(v) for v in graph.outputs}
-    readers: dict[Value, list[Node]] = {}
-    for node in nodes:
-        for value in dict.fromkeys(map(find, node.inputs)):
-            readers.setdefault(value, []).append(node)
-    barred = outputs | {find(v) for n in graph.nodes if has(n.name, "apart") for v in n.inputs}  # before a barrier, too
-    inside = {n for n in nodes if _is_inside(n, [r for v in n.outputs for r in readers.get(v, [])], barred)}
+    barred = {find(v) for n in graph.nodes if has(n.name, "apart") for v in n.inputs}  # is stored before its barrier
+    inside = _inside(nodes, find, outputs | barred)
 
     def stored(node: Node) -> Iterator[Value]:
         """What a node reads from memory, itself or in what is computed inside it."""
@@ -135,11 +131,20 @@ def _body_in_place(node: Node) -> Graph | None:
     return flatten(node.params["branches"][next(chosen)])
 
 
-def _is_inside(node: Node, readers: Sequence[Node], kept: set[Value]) -> bool:
-    """Whether readers compute a node themselves, so that its result is never stored."""
-    alone = node.name in CHEAP or (node.name in FUSED and len(readers) == 1)
-    read = all(r.name in FUSED or r.name in REDUCES for r in readers)
-    return alone and read and kept.isdisjoint(node.outputs) and not _is_rounded_product(node)
+def _inside(nodes: Sequence[Node], find: Callable[[Value], Value], kept: set[Value]) -> set[Node]:
+    """The nodes that their readers compute themselves, so that their results are never stored."""
+    readers: dict[Value, list[Node]] = {}
+    for node in nodes:
+        for value in dict.fromkeys(map(find, node.inputs)):
+            readers.setdefault(value, []).append(node)
+
+    def is_inside(node: Node) -> bool:
+        read = [r for v in node.outputs for r in readers.get(v, [])]
+        alone = node.name in CHEAP or (node.name in FUSED and len(read) == 1)
+        fused = alone and all(r.name in FUSED or r.name in REDUCES for r in read)
+        return fused and kept.isdisjoint(node.outputs) and not _is_rounded_product(node)
+
+    return {node for node in nodes if is_inside(node)}
 
 
 def _is_rounded_product(node: Node) -> bool:
