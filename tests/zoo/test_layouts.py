@@ -133,7 +133,7 @@ def test_latents_and_states_are_the_same_on_a_mesh(name, layout):
     """To what their norms leave of the roundings, and scores that nothing divides."""
     seed = 4 if name == "gemma3n" else 0  # of 0 its gradients are large, and their roundings
     model = drawn(STATES[name], seed=seed)
-    _same_on_mesh(model, *LAYOUTS[layout], atol=1e-4 if name == "gemma4" else 2e-5, rtol=1e-4)
+    _same_on_mesh(model, *LAYOUTS[layout], atol=2e-4 if name == "gemma4" else 2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "all"), ("gpt_oss", (2, 2, 1, 2)), ("llama4", "all")])
