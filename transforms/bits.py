@@ -30,9 +30,7 @@ def numbers(x: Array, dtype: DTypeLike) -> Array:
 
 def slice_of(x: Array, start: Any, size: int, dim: int) -> Array:
     """Return `lax.dynamic_slice_in_dim(x, start, size, dim)`, on a CPU by its bits."""
-    # Together with `start`, for XLA would take the bits of all of `x` before a loop: a copy.
-    together = lax.optimization_barrier
-    return _by_bits(lambda x, start: lax.dynamic_slice_in_dim(x, start, size, dim), x, start, first=together)
+    return _by_bits(lambda x, start: lax.dynamic_slice_in_dim(x, start, size, dim), x, start)
 
 
 def with_slice(x: Array, part: Array, start: Any, dim: int) -> Array:
@@ -40,9 +38,10 @@ def with_slice(x: Array, part: Array, start: Any, dim: int) -> Array:
     return _by_bits(lambda x, part, start: lax.dynamic_update_slice_in_dim(x, part, start, dim), x, part, start)
 
 
-def _by_bits(fn: Callable[..., Array], x: Array, *operands: Any, first: Callable[[Any], Any] = tuple) -> Array:
+def _by_bits(fn: Callable[..., Array], x: Array, *operands: Any) -> Array:
     """`fn(x, *operands)`, which moves elements of arrays of one dtype; on an explicit mesh bits have no types."""
     if IN_PLACE or x.dtype != jnp.bfloat16 or jax.typeof(x).sharding.mesh.explicit_axes:
         return fn(x, *operands)
-    moved = lambda *operands: numbers(fn(*map(bits, first(operands))), jnp.bfloat16)
+    # Of what a loop does not change XLA would take the bits before it: a copy of all of `x`.
+    moved = lambda *operands: numbers(fn(*map(bits, lax.optimization_barrier(operands))), jnp.bfloat16)
     return lax.platform_dependent(x, *operands, cpu=moved, default=fn)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from transforms.bits import bits
+from transforms.bits import IN_PLACE
 from zoo.engine.attention import HEADS, Kinds, Store
 from zoo.engine.states import empty
 from zoo.engine.step import State
@@ -131,7 +131,8 @@ class Plan:
         unroll = _unrolls(model, platform, mesh is None)
         dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
         pages = settings.pages(kinds.windows)
-        kept = bits(jnp.empty(0, dtype)).dtype if platform == "cpu" else dtype
+        by_bits = dtype == jnp.bfloat16 and platform == "cpu" and not IN_PLACE  # see `transforms.bits`
+        kept = jnp.uint16 if by_bits else dtype
 
         def state() -> State:
             of_kinds = zip(kinds.counts(), pages, kinds.heads, kinds.cached, strict=True)

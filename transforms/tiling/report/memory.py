@@ -114,8 +114,8 @@ def _expanded(graph: Graph, same: dict[Value, Value]) -> Iterator[Node]:
             same.update(zip(inner.inputs, node.inputs[len(node.inputs) - len(inner.inputs) :], strict=True))
             yield from _expanded(inner, same)
             same.update(zip(node.outputs, inner.outputs, strict=True))
-        elif node.name in VIEWS:
-            same.update(zip(node.outputs, node.inputs, strict=False))  # a view's operands beside the first say of what
+        elif node.name in VIEWS:  # of the first operand; but a barrier's results of all
+            same.update(zip(node.outputs, node.inputs, strict=False))
         elif not has(node.name, "platform"):
             yield node
 
