@@ -76,10 +76,11 @@ def test_narrow_gradients_are_rounded_once():
     assert error(low) <= 1.2 * error(jax.grad(mean_loss, 1)(hidden, table, labels))
 
 
+@pytest.mark.optimised
 def test_nothing_whole_to_differentiate():
     fn = lambda x: jnp.tanh(x).sum()
     got = jax.grad(tile(fn, 0, 3, lowmem=True))(jnp.arange(7.0))
-    np.testing.assert_allclose(got, jax.grad(fn)(jnp.arange(7.0)), atol=1e-6)  # one less a square of almost one
+    np.testing.assert_allclose(got, jax.grad(fn)(jnp.arange(7.0)), rtol=1e-6)
 
 
 @jax.custom_jvp
