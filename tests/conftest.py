@@ -20,7 +20,7 @@ from jaxtyping import install_import_hook
 
 from tests import quick
 
-gc.set_threshold(1_000_000, 5, 5)  # a plan is a million objects in circles: most are dead when they are looked at
+gc.set_threshold(1_000_000, 5, 5)  # plans leave many small objects in circles: most are dead when they are looked for
 MOST_MAPS = 20_000
 pytest_plugins = ["tests.sampling"]
 

@@ -269,18 +269,3 @@ def assert_no_large(jaxpr: Any, limit_elements: int) -> None:
         if _is_array(var) and math.prod(var.aval.shape) >= limit_elements
     ]
     assert not wrong, f"arrays of {limit_elements} elements or more: " + ", ".join(sorted(set(wrong)))
-
-
-def drawn(config: Any, dtype: Any = jnp.float32, seed: int = 0) -> Any:
-    """Return a model with weights as random as `init`'s, drawn in numpy: JAX would compile a draw of each shape."""
-    from zoo import model_class
-    from zoo.config import rows
-
-    rng = np.random.default_rng(seed)
-
-    def leaf(row):
-        shape, std = row.shape(config.dims), row.std(config.dims)
-        values = rng.normal(0, std, shape) if std else np.full(shape, row.start)
-        return jax.device_put(values.astype(jnp.float32 if row.wide else dtype))
-
-    return model_class(config).build(config, {row.leaf: leaf(row) for row in rows(config)})

@@ -1,11 +1,14 @@
-"""What several files of tests start from: the smallest model that a run trains, a model on a mesh, equal models."""
+"""What several tests start from: the smallest model that a run trains, random ones, one on a mesh, equal ones."""
 
 import operator
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from transforms.sharding import sharding_of
+from zoo import model_class
 from zoo.config import rows
 
 MODEL = [
@@ -21,6 +24,18 @@ MODEL = [
 def same(one, other):
     """Whether two trees are equal to the bit; in numpy, as JAX would compile a comparison of each shape."""
     return eqx.tree_equal(*jax.device_get((one, other)))
+
+
+def drawn(config, dtype=jnp.float32, seed=0):
+    """A model with weights as random as `init`'s, drawn in numpy: JAX would compile a draw of each shape."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(row):
+        shape, std = row.shape(config.dims), row.std(config.dims)
+        values = rng.normal(0, std, shape) if std else np.full(shape, row.start)
+        return jax.device_put(values.astype(jnp.float32 if row.wide else dtype))
+
+    return model_class(config).build(config, {row.leaf: leaf(row) for row in rows(config)})
 
 
 def on_mesh(model, mesh, axes):

@@ -18,6 +18,8 @@ MICRO = [
     "eval.batches=2",
     *UNOPTIMISED_RUN,
 ]
+# Several runs in one process, which reads JAX once: the words of each are one argument of `python -c`.
+SEVERAL = "import sys; from experiments.run import main; sys.exit(any(main(run.split()) for run in sys.argv[1:]))"
 FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "plan.json", "rate.png", "run.json"]
 FILES += ["speed.png", "summary.json"]
 

@@ -14,6 +14,7 @@ import pytest
 from experiments import configs, launch
 from experiments.commandline import schema
 from experiments.results import directory
+from tests.experiments.runs import SEVERAL
 from tests.quick import FLAGS
 from tests.tiny import MODEL
 
@@ -32,13 +33,6 @@ MICRO = [
     "checkpoint.every=5",
 ]
 ROOT = schema.CONF.parent
-RUNS = """
-import sys
-from experiments.run import main
-
-names, *words = sys.argv[1:]
-sys.exit(any(main([*words, f"run={name}"]) for name in names.split()))
-"""
 
 
 def begin(folder, *command, devices):
@@ -75,7 +69,8 @@ def test_a_run_whose_process_dies_ends_and_goes_on_in_another_number_of_them(tmp
     status, error = two_processes(tmp_path, 8, signal.SIGKILL, which=1)
     assert status == 128 + signal.SIGKILL, error
     assert "error: process 1 of 2 was ended by SIGKILL, and the run with it." in error
-    process = begin(tmp_path, "-c", RUNS, "both alone", "steps=20", *MICRO, f"out={tmp_path}", devices=4)
+    runs = (" ".join([f"run={name}", "steps=20", *MICRO, f"out={tmp_path}"]) for name in ("both", "alone"))
+    process = begin(tmp_path, "-c", SEVERAL, *runs, devices=4)
     assert process.communicate(timeout=240)[1] == ""
     assert process.returncode == 0
     both, alone = rows(tmp_path, "both"), rows(tmp_path, "alone")

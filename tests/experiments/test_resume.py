@@ -11,6 +11,7 @@ import time
 import pytest
 
 from experiments.commandline import schema
+from tests.experiments.runs import SEVERAL
 from tests.quick import FLAGS
 from tests.tiny import MODEL
 
@@ -45,9 +46,8 @@ def launch(folder, *words):
 
 
 def finish(folder, *runs):
-    """Carry out several runs in one process, which reads JAX once."""
-    code = "import sys; from experiments.run import main; sys.exit(any(main(words.split()) for words in sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *(" ".join([*words, f"out={folder}"]) for words in runs)]
+    """Carry out several runs in one process."""
+    command = [sys.executable, "-c", SEVERAL, *(" ".join([*words, f"out={folder}"]) for words in runs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(folder), cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
 

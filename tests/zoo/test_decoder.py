@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from tests import quick
-from tests.helpers import drawn
+from tests.tiny import drawn
 from tests.zoo.hf_tiny import loaded
 from zoo.engine.engine import Engine, lowered
 from zoo.engine.sizes import Settings

@@ -10,9 +10,8 @@ import pytest
 
 import zoo
 from experiments.planning.hlo import collectives
-from tests.helpers import drawn
 from tests.quick import QUICK
-from tests.tiny import on_mesh
+from tests.tiny import drawn, on_mesh
 from transforms.sharding import AXES, make_mesh, partitions, sharding_of
 from zoo.kernels.attention import tiled
 from zoo.models.layers import attention, lookup
@@ -131,9 +130,9 @@ STATES = {
 @pytest.mark.parametrize("layout", ["all", pytest.param("fsdp", marks=pytest.mark.heavy)])
 def test_latents_and_states_are_the_same_on_a_mesh(name, layout):
     """To what their norms leave of the roundings, and scores that nothing divides."""
-    seed = 4 if name == "gemma3n" else 0  # of 0 its gradients are large, and their roundings
+    seed = 3 if name in ("gemma3n", "gemma4") else 0  # of 0 their roundings are the larger ones
     model = drawn(STATES[name], seed=seed)
-    _same_on_mesh(model, *LAYOUTS[layout], atol=2e-4 if name == "gemma4" else 2e-5, rtol=1e-4)
+    _same_on_mesh(model, *LAYOUTS[layout], atol=1e-4 if name == "gemma4" else 2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "all"), ("gpt_oss", (2, 2, 1, 2)), ("llama4", "all")])

@@ -1,9 +1,9 @@
 """LoRA: computes what the merged model does, learns alone, and goes to disk and back."""
 
 import dataclasses
-import functools
 import json
 import math
+import operator
 import re
 
 import equinox as eqx
@@ -68,7 +68,7 @@ def attached(case: str, targets=ALL, seed: int = 0):
 
     def filled(row, part):
         fan_in = math.prod(model.config.dims[letter] for letter in row.fan_in)
-        base = functools.reduce(getattr, row.leaf.split("."), model)
+        base = operator.attrgetter(row.leaf)(model)
         return dataclasses.replace(part, base=base, a=draw(part.a, fan_in**-0.5), b=draw(part.b, 0.1))
 
     return lora.put(model, [row for row, _ in found], [filled(*each) for each in found])

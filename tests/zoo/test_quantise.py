@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import zoo
-from tests.helpers import drawn
 from tests.quick import QUICK
-from tests.tiny import same
+from tests.tiny import drawn, same
 from transforms import tile
 from transforms.sharding import make_mesh, sharding_of
 from zoo.adapters import lora

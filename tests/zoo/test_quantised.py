@@ -11,8 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import zoo
-from tests.helpers import drawn
-from tests.tiny import same
+from tests.tiny import drawn, same
 from tests.zoo import hf_tiny
 from transforms.sharding import make_mesh, sharding_of
 from zoo import load

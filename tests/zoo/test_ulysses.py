@@ -7,9 +7,8 @@ import pytest
 
 import zoo
 from experiments.planning.hlo import collectives
-from tests.helpers import drawn
 from tests.quick import QUICK
-from tests.tiny import on_mesh
+from tests.tiny import drawn, on_mesh
 from tests.zoo.test_attention_kernels import ADAPTERS
 from transforms import tile
 from transforms.remat import remat
