@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from transforms import tile
-from transforms.bits import slice_of, with_slice
+from transforms.bits import IN_PLACE, slice_of, with_slice
 
 pytestmark = pytest.mark.optimised
 HALF = jnp.bfloat16
@@ -34,6 +34,13 @@ def test_slices_are_those_of_lax_to_the_last_bit(dtype):
         same(taken, lax.dynamic_slice_in_dim(x, 3, size, dim))
     put = jax.jit(lambda x, part, i: with_slice(x, part, i, 0))(x, part, 3)
     same(put, lax.dynamic_update_slice_in_dim(x, part, 3, 0))
+
+
+def test_bits_are_taken_where_xla_would_convert_the_whole_array():
+    """By the compiled loop itself, of the JAX that is installed."""
+    write = lambda i, x: lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, 8 * i, 8) + 1, 8 * i, 0)
+    loop = jax.jit(lambda x: lax.fori_loop(0, 64, write, x)).lower(jax.ShapeDtypeStruct((512, 256), HALF)).compile()
+    assert ("f32[512,256]" in loop.as_text()) == (not IN_PLACE)
 
 
 def test_tiles_read_and_write_bfloat16_in_place():
