@@ -173,6 +173,12 @@ def test_a_step_copies_no_weights(case):
     assert program.memory_analysis().temp_size_in_bytes < weights / 20
 
 
+def test_a_step_copies_no_pages_of_bfloat16():
+    model = model_of("llama2", "bfloat16")
+    few, many = (lowered(model, Settings(length=512, rows=4, tokens=tokens)).compile() for tokens in (2**10, 2**15))
+    assert few.memory_analysis().temp_size_in_bytes == many.memory_analysis().temp_size_in_bytes
+
+
 def test_a_text_that_has_its_tokens_of_a_step_waits_where_no_other_has_pages_to_give():
     """A step of several passes gives such texts further tokens; a schedule that ended in an error."""
     assert weather("qwen3_5_other", "float32", 3, 2, 34)[0] == 0
